@@ -1,0 +1,49 @@
+# Every target makes the environment it needs; nothing but Python is asked for beforehand.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+PYTHON ?= python3
+BIN := .venv/bin
+OUT ?= out/quickstart
+TEST_WORKERS ?= 2
+# One thread in each test worker: two workers then fill two cores, and tiny tensors are fastest on one thread.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal
+
+.PHONY: help install quickstart check test test-full test-vllm clean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
+
+install: .venv/ready ## make .venv
+
+.venv/ready: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install -q -c constraints.txt torch==2.13.0
+	$(BIN)/pip install -q -c constraints.txt -e '.[demo,dev]'
+	touch $@
+
+.venv-vllm/ready: tests/vllm/make_env.sh
+	bash tests/vllm/make_env.sh .venv-vllm
+	touch $@
+
+quickstart: .venv/ready ## conversations to a measured speculator on SmolLM2
+	$(BIN)/speculators quickstart --out $(OUT)
+
+check: .venv/ready ## lint, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: check ## checks and the fast tests
+	$(PYTEST)
+
+test-full: check ## every test
+	$(PYTEST) -m 'full or not full'
+
+test-vllm: .venv/ready .venv-vllm/ready ## a speculator of ours, unmodified, in real vLLM on the CPU
+	$(BIN)/python tests/vllm/compare.py --vllm-python .venv-vllm/bin/python --speculator out/quickstart/speculator --out out/vllm_check.json
+
+clean: ## remove the environments and every output
+	rm -rf .venv .venv-vllm out build dist

@@ -1,0 +1,1 @@
+"""From conversations to hidden states: regenerate, prepare, extract."""

@@ -1,0 +1,1 @@
+"""What a speculator is on disk: its configuration, tensors, vocabulary map, and what engines make of them."""

@@ -1,0 +1,180 @@
+"""The three tensors that a draft takes from its verifier: input embedding, output head and final norm.
+
+They are found by exact names, never by how a name ends: a multimodal model has several tensors called `norm.weight`.
+Only these tensors are read, from whichever file holds them. Shape suffixes: V vocabulary, H hidden size.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from speculators.errors import FormatError, VerifierError
+from speculators.formats.checkpoint import read_config, read_headers, text_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+EMBEDDING_NAMES = (
+    "model.embed_tokens.weight",
+    "model.language_model.embed_tokens.weight",
+    "language_model.model.embed_tokens.weight",
+)
+HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight", "model.language_model.lm_head.weight")
+NORM_NAMES = ("model.norm.weight", "model.language_model.norm.weight", "language_model.model.norm.weight")
+
+# Model types whose final norm computes x̂·(1 + w): their transformers classes start from w = 0. Others compute x̂·w;
+# among them gemma3n and gemma4, whose classes start from w = 1.
+GAIN_PLUS_ONE = frozenset(
+    {
+        "gemma",
+        "gemma2",
+        "gemma3",
+        "gemma3_text",
+        "recurrent_gemma",
+        "vaultgemma",
+        "qwen3_next",
+        "qwen3_5",
+        "qwen3_5_text",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
+    }
+)
+
+
+@dataclass(frozen=True)
+class VerifierWeights:
+    """Input embedding and head [V, H], final norm [H], all in the verifier's dtype; a tied head is the embedding.
+
+    `plus_one` says that the norm multiplies by `1 + final_norm`. The verifier's logits are
+    `scale * (hidden @ lm_head.T)`, then `softcap * tanh(logits / softcap)` where `softcap` is set.
+    """
+
+    embed_tokens: torch.Tensor
+    lm_head: torch.Tensor
+    final_norm: torch.Tensor
+    norm_eps: float
+    plus_one: bool = False
+    softcap: float | None = None
+    scale: float = 1.0
+
+    @classmethod
+    def from_model(cls, model: PreTrainedModel) -> VerifierWeights:
+        """Take the tensors (not copies) of a transformers model in process; VerifierError as for a directory."""
+        tensors = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
+        return _assemble(model.config.to_dict(), tensors, tensors.__getitem__, str(model.config.name_or_path))
+
+
+def load_verifier_weights(path: str | os.PathLike[str]) -> VerifierWeights:
+    """Read a verifier's embedding, head and final norm from a local directory of safetensors files.
+
+    VerifierError where the directory or a tensor is missing, where two tensors could be meant, where shapes disagree or
+    where the weights are quantised.
+    """
+    directory = Path(path)
+    try:
+        config, headers = read_config(directory), read_headers(directory)
+    except FormatError as error:
+        hint = "expected a causal language model as config.json and safetensors files"
+        raise VerifierError(f"verifier {directory}: {error}; {hint}") from error
+
+    def read(name: str) -> torch.Tensor:
+        try:
+            with safe_open(headers[name].file, framework="pt") as file:
+                tensor: torch.Tensor = file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise VerifierError(f"verifier {directory}: {name} cannot be read: {error}") from error
+        return tensor
+
+    return _assemble(config, headers, read, str(directory))
+
+
+def _assemble(
+    config: Mapping[str, Any], names: Mapping[str, object], read: Callable[[str], torch.Tensor], source: str
+) -> VerifierWeights:
+    text = text_config(config)
+    embedding_name = _only(EMBEDDING_NAMES, names, "input embedding", source)
+    norm_name = _only(NORM_NAMES, names, "final norm", source)
+    biases = [name.removesuffix("weight") + "bias" for name in (*HEAD_NAMES, *NORM_NAMES)]
+    for name in (name for name in biases if name in names):
+        raise VerifierError(f"verifier {source}: it has {name}; expected an RMSNorm and a head without biases")
+    embedding, norm = read(embedding_name), read(norm_name)
+    head = _head(config, embedding, names, read, source)
+    for name, tensor, wanted in (
+        (embedding_name, embedding, 2),
+        ("the output head", head, 2),
+        (norm_name, norm, 1),
+    ):
+        if not tensor.is_floating_point() or tensor.element_size() < 2:
+            raise VerifierError(
+                f"verifier {source}: {name} is {tensor.dtype}; expected float weights, not quantised ones"
+            )
+        if tensor.dim() != wanted or tensor.shape[-1] != norm.shape[-1]:
+            raise VerifierError(
+                f"verifier {source}: {name} is {list(tensor.shape)}; the final norm is {list(norm.shape)}"
+            )
+    if head.shape != embedding.shape:
+        raise VerifierError(
+            f"verifier {source}: head {list(head.shape)}, embedding {list(embedding.shape)}; expected alike"
+        )
+    eps = _number(text, "rms_norm_eps", source)
+    if eps is None:
+        raise VerifierError(f"verifier {source}: no rms_norm_eps in its config; expected a final RMSNorm")
+    divisor = _number(text, "logits_scaling", source)
+    factor = _number(text, "logit_scale", source)
+    return VerifierWeights(
+        embedding,
+        head,
+        norm,
+        norm_eps=eps,
+        plus_one=text.get("model_type") in GAIN_PLUS_ONE,
+        softcap=_number(text, "final_logit_softcapping", source),
+        scale=(factor or 1.0) / (divisor or 1.0),
+    )
+
+
+def _only(candidates: tuple[str, ...], names: Mapping[str, object], what: str, source: str) -> str:
+    found = [name for name in candidates if name in names]
+    if not found:
+        raise VerifierError(f"verifier {source}: no {what}; expected a tensor named {' or '.join(candidates)}")
+    if len(found) > 1:
+        raise VerifierError(f"verifier {source}: its {what} is ambiguous: {' and '.join(found)} are both there")
+    return found[0]
+
+
+def _head(
+    config: Mapping[str, Any],
+    embedding: torch.Tensor,
+    names: Mapping[str, object],
+    read: Callable[[str], torch.Tensor],
+    source: str,
+) -> torch.Tensor:
+    """Return the output head; a tied one has no tensor of its own, or where it has, the config says that it is tied."""
+    flags = {part["tie_word_embeddings"] for part in (config, text_config(config)) if "tie_word_embeddings" in part}
+    tied = flags.pop() if len(flags) == 1 else None
+    if not any(name in names for name in HEAD_NAMES):
+        if tied is False:
+            raise VerifierError(f"verifier {source}: no lm_head.weight although tie_word_embeddings is false")
+        return embedding
+    head = read(_only(HEAD_NAMES, names, "output head", source))
+    if tied is True:
+        return embedding
+    if tied is None and not torch.equal(head, embedding):
+        hint = "set tie_word_embeddings in its config.json"
+        raise VerifierError(f"verifier {source}: head and embedding differ and nothing says which is its head; {hint}")
+    return head
+
+
+def _number(config: Mapping[str, Any], key: str, source: str) -> float | None:
+    value = config.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise VerifierError(f"verifier {source}: {key} is {value!r}; expected a number above 0")
+    return float(value)

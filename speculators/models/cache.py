@@ -1,0 +1,115 @@
+"""One slot cache for verifier and drafts, and the attention that reads it.
+
+A row of the cache is a slot that belongs to one request. Entries are written at explicit positions, so that a rejected
+token is forgotten by moving a length: the next write lands on it and nothing is copied.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+_FIRST_CAPACITY = 256
+
+
+@dataclass
+class SlotWrite:
+    """Where one forward pass writes: rows `rows` of the cache, `width` positions a row from `starts` on.
+
+    `positions_BT` is int64, `end` the exclusive upper bound of all positions written.
+    """
+
+    rows: slice
+    starts: list[int]
+    width: int
+    end: int
+    positions_BT: Tensor
+    _masks: dict[int | None, Tensor | None] = field(default_factory=dict)
+
+    @classmethod
+    def at(cls, rows: slice, starts: Sequence[int], width: int, device: torch.device) -> "SlotWrite":
+        """Plan a write of `width` tokens a row, row b at positions starts[b] .. starts[b] + width - 1."""
+        first_B = torch.tensor(list(starts), dtype=torch.int64, device=device)
+        positions_BT = first_B[:, None] + torch.arange(width, device=device)
+        return cls(rows, list(starts), width, max(starts) + width, positions_BT)
+
+    def mask(self, window: int | None = None) -> Tensor | None:
+        """Bool [B, 1, T, end], true where a query may look: at or before it, within `window`; None for everywhere."""
+        if window not in self._masks:
+            self._masks[window] = self._build_mask(window)
+        return self._masks[window]
+
+    def _build_mask(self, window: int | None) -> Tensor | None:
+        unbounded = window is None or self.end <= window
+        if unbounded and self.width == 1 and min(self.starts) + 1 == self.end:
+            return None
+        keys_E = torch.arange(self.end, device=self.positions_BT.device)
+        mask_BTE = keys_E <= self.positions_BT[:, :, None]
+        if not unbounded:
+            assert window is not None
+            mask_BTE &= keys_E > self.positions_BT[:, :, None] - window
+        return mask_BTE[:, None]
+
+
+class SlotCache:
+    """Keys and values of every layer for a fixed number of slots.
+
+    Storage is `[slots, kv heads, capacity, head size]` a layer, zero-initialised and grown by doubling up to what the
+    longest request needs; head counts and sizes are taken from the first write of each layer.
+    """
+
+    def __init__(self, num_layers: int, num_slots: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.num_slots = num_slots
+        self.dtype = dtype
+        self.device = device
+        self.keys: list[Tensor | None] = [None] * num_layers
+        self.values: list[Tensor | None] = [None] * num_layers
+
+    def write(self, layer: int, write: SlotWrite, k_BNTD: Tensor, v_BNTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Store a layer's new keys and values and return views of all that the rows may attend to, [B, N, end, D]."""
+        keys = self.keys[layer] = self._with_room(self.keys[layer], k_BNTD, write.end)
+        values = self.values[layer] = self._with_room(self.values[layer], v_BNTD, write.end)
+        keys_B, values_B = keys[write.rows], values[write.rows]
+        if min(write.starts) + write.width == write.end:
+            start = write.starts[0]
+            keys_B[:, :, start : write.end] = k_BNTD
+            values_B[:, :, start : write.end] = v_BNTD
+        else:
+            rows_B1 = torch.arange(k_BNTD.shape[0], device=self.device)[:, None]
+            keys_B[rows_B1, :, write.positions_BT] = k_BNTD.transpose(1, 2)
+            values_B[rows_B1, :, write.positions_BT] = v_BNTD.transpose(1, 2)
+        return keys_B[:, :, : write.end], values_B[:, :, : write.end]
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` entries of one slot over another (when a finished request leaves a hole)."""
+        for stored in (*self.keys, *self.values):
+            if stored is not None:
+                stored[target, :, :length] = stored[source, :, :length]
+
+    def _with_room(self, stored: Tensor | None, like_BNTD: Tensor, end: int) -> Tensor:
+        capacity = 0 if stored is None else stored.shape[2]
+        if stored is not None and end <= capacity:
+            return stored
+        grown = max(end, 2 * capacity, _FIRST_CAPACITY)
+        shape = (self.num_slots, like_BNTD.shape[1], grown, like_BNTD.shape[3])
+        fresh = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        if stored is not None:
+            fresh[:, :, :capacity] = stored
+        return fresh
+
+
+def slot_attention(q_BQTD: Tensor, k_BNED: Tensor, v_BNED: Tensor, mask_B1TE: Tensor | None, scale: float) -> Tensor:
+    """Grouped-query attention over cached keys without repeating them.
+
+    The query heads of one key head are folded into the query length, so `k_BNED` is read in place. `mask_B1TE` is bool
+    (true = visible) or None for all. Returns [B, Q, T, D] in the query's dtype.
+    """
+    batch, heads, width, size = q_BQTD.shape
+    groups = heads // k_BNED.shape[1]
+    if groups > 1:
+        q_BQTD = q_BQTD.reshape(batch, heads // groups, groups * width, size)
+        if mask_B1TE is not None:
+            mask_B1TE = mask_B1TE[:, :, None].expand(-1, -1, groups, -1, -1).flatten(2, 3)
+    out = torch.nn.functional.scaled_dot_product_attention(q_BQTD, k_BNED, v_BNED, attn_mask=mask_B1TE, scale=scale)
+    return out.reshape(batch, heads, width, v_BNED.shape[-1])

@@ -1,0 +1,188 @@
+"""What every draft model takes and gives, in serving and in training.
+
+Shape suffixes: B rows, T tokens, A aux layers, H hidden, X = A*H, V verifier vocabulary, D draft vocabulary, K drafts.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import ClassVar, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from speculators.errors import SpeculatorsError
+from speculators.formats.config import SpeculatorConfig
+from speculators.models.cache import SlotCache
+from speculators.models.family import Count
+from speculators.models.losses import VerifierHead
+
+
+class DraftSampler(Protocol):
+    """Chooses draft tokens from draft logits."""
+
+    def __call__(self, logits_BD: Tensor, step: int) -> tuple[Tensor, Tensor | None]:
+        """Return draft ids [B] (int64) and, where the verification needs them, probabilities [B, D]."""
+        ...
+
+
+@dataclass
+class DraftContext:
+    """What one proposal starts from; its B rows are the cache rows `rows`.
+
+    `token_ids_BT` int64: the token after each newly verified position. `aux_hidden_states_BTX`: the verifier's aux
+    states at those positions (ascending layer ids, concatenated). `last_hidden_states_BTH`: its state before the final
+    norm. `starts`: the first of those positions, which is the number of tokens the draft cache already holds.
+    `lengths`: how many of the T are valid, rows being padded on the right (0: the row takes no part).
+    """
+
+    token_ids_BT: Tensor
+    aux_hidden_states_BTX: Tensor | None
+    last_hidden_states_BTH: Tensor | None
+    starts: Sequence[int]
+    lengths: Sequence[int]
+    cache: SlotCache
+    rows: slice
+
+
+@dataclass
+class Proposal:
+    """Draft tokens: `token_ids_BK` int64 ids of the verifier's vocabulary, `lengths_B` int64 of them valid.
+
+    `probs_BKD` are the probabilities they were drawn from, over draft ids; None for one-hot drafts.
+    """
+
+    token_ids_BK: Tensor
+    lengths_B: Tensor
+    probs_BKD: Tensor | None = None
+    confidence_BK: Tensor | None = None
+    parents_BK: Tensor | None = None
+
+
+@dataclass
+class Sample:
+    """One training row, raw and unshifted: index t of every field belongs to token t.
+
+    `input_ids` [T] int64, `loss_mask` [T] bool, `aux_hidden_states` [T, A, H], `last_hidden_states` [T, H] before the
+    verifier's final norm.
+    """
+
+    input_ids: Tensor
+    loss_mask: Tensor
+    aux_hidden_states: Tensor
+    last_hidden_states: Tensor
+
+
+@dataclass
+class PackedBatch:
+    """Samples laid one after another into rows, raw and unshifted; padding has document id -1 and loss mask false.
+
+    `input_ids` [B, T] int64, `loss_mask` [B, T] bool, `aux_hidden_states` [B, T, A*H], `last_hidden_states` [B, T, H],
+    `document_ids` [B, T] int64 (a document is one run of equal ids), `position_ids` [B, T] int64 from 0 per document.
+    """
+
+    input_ids: Tensor
+    loss_mask: Tensor
+    aux_hidden_states: Tensor
+    last_hidden_states: Tensor
+    document_ids: Tensor
+    position_ids: Tensor
+
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> PackedBatch:
+        """Move all tensors; `dtype` is applied to the hidden states alone."""
+        moved = {item.name: getattr(self, item.name).to(device, non_blocking=True) for item in fields(self)}
+        if dtype is not None:
+            for name in ("aux_hidden_states", "last_hidden_states"):
+                moved[name] = moved[name].to(dtype)
+        return replace(self, **moved)
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions that are no padding."""
+        return int((self.document_ids >= 0).sum())
+
+
+@dataclass
+class StepOutput:
+    """What an objective made of one batch: `loss`, a scalar to differentiate, and counts by name."""
+
+    loss: Tensor
+    metrics: dict[str, Count]
+
+
+class Objective(ABC):
+    """A family's training step."""
+
+    @abstractmethod
+    def step(self, draft: nn.Module, batch: PackedBatch, verifier_head: VerifierHead) -> StepOutput:
+        """Loss and counts of one batch.
+
+        `draft` is the family's model, wrapped or not: it is only called, and its parameters are read through it.
+        """
+
+    @abstractmethod
+    def acceptance_length(self, metrics: dict[str, Count]) -> float:
+        """Tokens a verification would emit, as the training metrics predict it."""
+
+
+class DraftModel(nn.Module, ABC):
+    """A draft network on one device; names in its `state_dict()` are the checkpoint's tensor names."""
+
+    # Frozen tensors that hold the verifier's values and are stored only where an engine needs them.
+    verifier_tensors: ClassVar[tuple[str, ...]] = ("embed_tokens.weight",)
+
+    def __init__(self, config: SpeculatorConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    @property
+    def device(self) -> torch.device:
+        """Where the trained parameters lie."""
+        return next(self.trained_parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the trained parameters."""
+        return next(self.trained_parameters()).dtype
+
+    @property
+    def aux_layer_ids(self) -> tuple[int, ...]:
+        """Capture ids of the verifier states this draft reads, ascending."""
+        return tuple(self.config.aux_layer_ids)
+
+    @property
+    @abstractmethod
+    def verifier_ids_D(self) -> Tensor | None:
+        """int64 [D]: the verifier's id of each draft id; None where the two vocabularies are one."""
+
+    def trained_parameters(self) -> Iterator[nn.Parameter]:
+        """Parameters an optimizer may change."""
+        return (parameter for parameter in self.parameters() if parameter.requires_grad)
+
+    def missing_tensors(self) -> list[str]:
+        """Names of tensors that still have to come from the verifier."""
+        return [name for name, tensor in self.state_dict().items() if tensor.is_meta]
+
+    def require_complete(self) -> Self:
+        """Raise SpeculatorsError where a tensor of the verifier is still missing, else return self."""
+        missing = self.missing_tensors()
+        if missing:
+            raise SpeculatorsError(
+                f"the draft has no values for {', '.join(missing)}, which its directory leaves to the verifier; "
+                "call Speculator.attach_verifier with the verifier's weights first"
+            )
+        return self
+
+    @abstractmethod
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        """Give every trained parameter a fresh random value."""
+
+    @abstractmethod
+    def make_cache(self, num_slots: int) -> SlotCache:
+        """An empty cache of this model's keys and values for `num_slots` requests."""
+
+    @abstractmethod
+    def propose(self, context: DraftContext, num_tokens: int, sampler: DraftSampler) -> Proposal:
+        """Bring the cache in step with the verified tokens and draft `num_tokens` more (none at 0)."""

@@ -1,0 +1,185 @@
+"""What a draft family is: the names of its parts, and what a draft inherits from its verifier. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from speculators.errors import VerifierError
+
+if TYPE_CHECKING:
+    from speculators.formats.config import SpeculatorConfig
+    from speculators.models.draft_model import DraftModel, Objective
+
+
+@dataclass(frozen=True)
+class Count:
+    """A sum and what it is divided by, kept apart so that a rate over many batches and ranks is derived once."""
+
+    sum: float
+    count: float
+
+    def __iter__(self) -> Iterator[float]:
+        return iter((self.sum, self.count))
+
+    def plus(self, other: Count) -> Count:
+        """Add two counts of one quantity."""
+        return Count(self.sum + other.sum, self.count + other.count)
+
+    @property
+    def rate(self) -> float:
+        """Sum over count, 0 where nothing was counted."""
+        return self.sum / self.count if self.count else 0.0
+
+
+class DraftOptions(Protocol):
+    """What a user chooses about a draft; a pydantic model without torch."""
+
+    def resolve(self, verifier: VerifierShape) -> SpeculatorConfig:
+        """Complete the choices with what the verifier dictates; pure."""
+        ...
+
+
+@dataclass(frozen=True)
+class DraftFamily:
+    """A draft architecture with its objective.
+
+    `name` equals `speculators_model_type` and the folder's name. `module` is that folder as a dotted name; its modules
+    `draft`, `config`, `model` and `objective` hold the classes `<prefix>Draft`, `<prefix>Config`, `<prefix>Model` and
+    `<prefix>Objective`. They are imported on first use, so that a table of families costs nothing.
+    """
+
+    name: str
+    module: str
+    prefix: str
+
+    def _part(self, name: str) -> ModuleType:
+        return import_module(f"{self.module}.{name}")
+
+    @cached_property
+    def draft(self) -> type[Any]:
+        """The options class (torch-free); its instances are `DraftOptions`."""
+        part: type[Any] = getattr(self._part("draft"), f"{self.prefix}Draft")
+        return part
+
+    @cached_property
+    def config(self) -> type[SpeculatorConfig]:
+        """The schema of this family's config.json (torch-free)."""
+        part: type[SpeculatorConfig] = getattr(self._part("config"), f"{self.prefix}Config")
+        return part
+
+    @cached_property
+    def model(self) -> type[DraftModel]:
+        """The network."""
+        part: type[DraftModel] = getattr(self._part("model"), f"{self.prefix}Model")
+        return part
+
+    @cached_property
+    def objective(self) -> type[Objective]:
+        """The training objective; its fields are the knobs of training this family."""
+        part: type[Objective] = getattr(self._part("objective"), f"{self.prefix}Objective")
+        return part
+
+
+@dataclass(frozen=True)
+class VerifierShape:
+    """What a draft inherits from its verifier; read from the verifier's config.json alone.
+
+    `vocab_size` is the config's (padding rows included). `rope_parameters` always holds `rope_type` and `rope_theta`.
+    """
+
+    name_or_path: str
+    architectures: tuple[str, ...]
+    model_type: str
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    rope_parameters: dict[str, Any] = field(default_factory=dict)
+    rms_norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
+    @classmethod
+    def from_config_dict(cls, config: Mapping[str, Any], name_or_path: str) -> VerifierShape:
+        """Read a verifier's config.json.
+
+        A multimodal config's language part (`text_config`) is used. Raises VerifierError where a size or the rope base
+        is missing: a guess would train a draft that a server rotates differently.
+        """
+        text = _language_part(config)
+        heads = _size(text, "num_attention_heads", name_or_path)
+        hidden = _size(text, "hidden_size", name_or_path)
+        return cls(
+            name_or_path=name_or_path,
+            architectures=tuple(config.get("architectures") or text.get("architectures") or ()),
+            model_type=str(text.get("model_type") or config.get("model_type") or ""),
+            hidden_size=hidden,
+            intermediate_size=_size(text, "intermediate_size", name_or_path),
+            num_hidden_layers=_size(text, "num_hidden_layers", name_or_path),
+            num_attention_heads=heads,
+            num_key_value_heads=text.get("num_key_value_heads") or heads,
+            head_dim=text.get("head_dim") or hidden // heads,
+            vocab_size=_size(text, "vocab_size", name_or_path),
+            max_position_embeddings=_size(text, "max_position_embeddings", name_or_path),
+            rope_parameters=rope_parameters_of(text, name_or_path),
+            rms_norm_eps=float(text.get("rms_norm_eps") or 1e-6),
+            initializer_range=float(text.get("initializer_range") or 0.02),
+            bos_token_id=text.get("bos_token_id"),
+            eos_token_id=text.get("eos_token_id"),
+            pad_token_id=text.get("pad_token_id"),
+        )
+
+
+def _language_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    for key in ("text_config", "llm_config", "language_config"):
+        nested = config.get(key)
+        if isinstance(nested, Mapping):
+            return nested
+    return config
+
+
+def _size(config: Mapping[str, Any], key: str, name_or_path: str) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise VerifierError(
+            f"configuration of verifier {name_or_path!r} says {key}={value!r}, where a positive integer is expected; "
+            "is it a causal language model?"
+        )
+    return value
+
+
+def rope_parameters_of(config: Mapping[str, Any], name_or_path: str) -> dict[str, Any]:
+    """The rope settings of a model's config as one flat dict with `rope_type` and `rope_theta`.
+
+    `rope_parameters` is read first (of several layer types, full attention counts), then the older `rope_scaling` with
+    a flat `rope_theta`. Keys of multi-axis rope are left out: on text all their axes carry the same position.
+    """
+    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    found = found.get("full_attention") or found
+    parameters = {key: value for key, value in found.items() if not key.startswith("mrope")}
+    legacy_type = parameters.pop("type", None)
+    kind = parameters.setdefault("rope_type", legacy_type or "default")
+    if kind == "mrope":
+        parameters["rope_type"] = "default"
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if parameters.get(key) is None and config.get(key) is not None:
+            parameters[key] = config[key]
+    if parameters.get("rope_theta") is None:
+        raise VerifierError(
+            f"the configuration of verifier {name_or_path!r} names no rope_theta, neither in rope_parameters nor flat; "
+            "write the value the model was trained with, a default would be a guess"
+        )
+    if parameters["rope_type"] in ("llama3", "yarn") and config.get("original_max_position_embeddings") is not None:
+        parameters.setdefault("original_max_position_embeddings", config["original_max_position_embeddings"])
+    return parameters

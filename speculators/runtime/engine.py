@@ -1,0 +1,305 @@
+"""Continuous batching with speculation: propose, verify, commit, trim.
+
+Running requests own cache rows 0..B-1. One step admits waiting requests, verifies every running request's drafts in one
+forward pass, commits what was accepted, and drafts again. A rejection only moves a length.
+"""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from speculators.errors import RequestError
+from speculators.models.cache import SlotWrite
+from speculators.runtime.outputs import Logprob, RequestOutput
+from speculators.runtime.proposers.proposer import NewTokens, Proposer
+from speculators.runtime.rejection import Verification, verify_greedy, verify_standard
+from speculators.runtime.request import Request
+from speculators.runtime.sampling import NoiseStreams, SamplingParams, exponential, probabilities, uniform
+from speculators.runtime.stats import SpecDecodeStats
+from speculators.runtime.verifier import Verifier
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """How much the engine takes at once: requests, tokens a request (prompt and output), prompt tokens a pass."""
+
+    max_num_seqs: int = 16
+    max_model_len: int = 2048
+    max_num_batched_tokens: int = 2048
+
+
+class Engine:
+    """Schedules requests over one verifier and, optionally, one proposer.
+
+    `step` runs one round and returns the requests that moved. Not thread-safe: one thread steps it.
+    """
+
+    def __init__(
+        self,
+        verifier: Verifier,
+        proposer: Proposer | None = None,
+        *,
+        limits: EngineLimits | None = None,
+        seed: int = 0,
+        metrics_level: str = "none",
+    ) -> None:
+        self.verifier, self.proposer = verifier, proposer
+        self.limits = limits or EngineLimits()
+        self.seed, self.metrics_level = seed, metrics_level
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.stats = self._new_stats()
+        self.num_generated_tokens = 0
+        self._cache = verifier.make_cache(self.limits.max_num_seqs)
+        self._num_requests = 0
+        self._aux_layer_ids = () if proposer is None else tuple(proposer.aux_layer_ids)
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """Drafts a verification at most, K; 0 without speculation."""
+        return 0 if self.proposer is None else self.proposer.num_tokens
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a request waits or runs."""
+        return bool(self.waiting or self.running)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        prompt: str | None = None,
+        decode_text: bool = True,
+    ) -> None:
+        """Queue a request; RequestError when its prompt is empty, too long or holds ids outside the vocabulary."""
+        self._check_prompt(request_id, prompt_token_ids)
+        seed = params.seed if params.seed is not None else self.seed * 1_000_003 + self._num_requests
+        self._num_requests += 1
+        request = Request(
+            request_id,
+            list(prompt_token_ids),
+            params,
+            eos_token_ids=self.verifier.eos_token_ids,
+            max_length=self.limits.max_model_len,
+            stats=self._new_stats(),
+            prompt=prompt,
+            tokenizer=self.verifier.tokenizer if decode_text else None,
+        )
+        if not params.greedy:
+            request.noise = NoiseStreams.from_seed(seed, self.verifier.device)
+        self.waiting.append(request)
+
+    def abort(self, request_id: str) -> None:
+        """End a request; unknown ids are ignored, since it may have just finished."""
+        for request in (*self.waiting, *self.running):
+            if request.request_id == request_id:
+                request.abort()
+        self.waiting = deque(r for r in self.waiting if not r.finished)
+        self._drop_finished()
+
+    @torch.no_grad()
+    def step(self) -> list[RequestOutput]:
+        """Run one round; returns every request that got tokens, finished ones included."""
+        if self.verifier.aux_layer_ids != self._aux_layer_ids:
+            self.verifier.set_aux_layers(self._aux_layer_ids)
+        self._admit()
+        if not self.running:
+            return []
+        moved = list(self.running)
+        width = 1 + max(len(r.drafts) for r in moved)
+        ids_BT = _padded([[r.tokens[-1], *r.drafts] for r in moved], width, self.verifier.device)
+        write = SlotWrite.at(slice(0, len(moved)), [r.num_computed for r in moved], width, self.verifier.device)
+        out = self.verifier.forward(ids_BT, self._cache, write)
+        assert out.logits_BTV is not None
+        emitted = self._verify(out.logits_BTV, moved)
+        starts = [r.num_computed for r in moved]
+        for row, (request, tokens) in enumerate(zip(moved, emitted, strict=True)):
+            self._commit(request, tokens, out.logits_BTV[row])
+        order = self._drop_finished()
+        if self.proposer is not None and order:
+            index = torch.tensor(order, device=self.verifier.device)
+            kept = [emitted[i] for i in order]
+            width = max(len(tokens) for tokens in kept)
+            self._draft(
+                NewTokens(
+                    slice(0, len(order)),
+                    self.running,
+                    [starts[i] for i in order],
+                    [len(tokens) for tokens in kept],
+                    _padded(kept, width, self.verifier.device),
+                    None if out.aux_BTX is None else out.aux_BTX[index, :width],
+                    out.last_BTH[index, :width],
+                )
+            )
+        return [self._output(r) for r in moved]
+
+    def _new_stats(self) -> SpecDecodeStats | None:
+        return None if self.proposer is None else SpecDecodeStats(self.proposer.num_tokens)
+
+    def _output(self, request: Request) -> RequestOutput:
+        level = self.metrics_level
+        return request.output(detailed=level == "detailed", with_spec_metrics=level != "none")
+
+    def _check_prompt(self, request_id: str, prompt_token_ids: Sequence[int]) -> None:
+        limit = self.limits.max_model_len
+        if not prompt_token_ids:
+            raise RequestError(f"request {request_id}: the prompt is empty; give at least one token")
+        if len(prompt_token_ids) >= limit:
+            raise RequestError(
+                f"request {request_id}: the prompt has {len(prompt_token_ids)} tokens, which leaves no room below "
+                f"max_model_len={limit}; shorten it or raise max_model_len"
+            )
+        bad = [token for token in prompt_token_ids if not 0 <= token < self.verifier.vocab_size]
+        if bad:
+            raise RequestError(f"request {request_id}: token id {bad[0]} is outside 0..{self.verifier.vocab_size - 1}")
+        known = {r.request_id for r in (*self.waiting, *self.running)}
+        if request_id in known:
+            raise RequestError(f"request {request_id}: this id is already being served; choose another")
+
+    def _admit(self) -> None:
+        first = len(self.running)
+        while self.waiting and len(self.running) < self.limits.max_num_seqs:
+            request = self.waiting.popleft()
+            request.metrics.first_scheduled_time = time.monotonic()
+            self.running.append(request)
+        new = sorted(self.running[first:], key=lambda r: -len(r.tokens))
+        self.running[first:] = new
+        while True:
+            remaining = [len(r.tokens) - 1 - r.num_computed for r in new]
+            active = sum(count > 0 for count in remaining)
+            if active == 0:
+                return
+            width = min(remaining[0], max(1, self.limits.max_num_batched_tokens // active))
+            self._prefill(slice(first, first + active), new[:active], [min(c, width) for c in remaining[:active]])
+
+    def _prefill(self, rows: slice, requests: list[Request], lengths: list[int]) -> None:
+        width, device = max(lengths), self.verifier.device
+        starts = [r.num_computed for r in requests]
+        chunks = [r.tokens[s : s + n] for r, s, n in zip(requests, starts, lengths, strict=True)]
+        nexts = [r.tokens[s + 1 : s + 1 + n] for r, s, n in zip(requests, starts, lengths, strict=True)]
+        write = SlotWrite.at(rows, starts, width, device)
+        out = self.verifier.forward(_padded(chunks, width, device), self._cache, write, need_logits=False)
+        for request, length in zip(requests, lengths, strict=True):
+            request.num_computed += length
+        if self.proposer is not None:
+            self.proposer.observe(
+                NewTokens(rows, requests, starts, lengths, _padded(nexts, width, device), out.aux_BTX, out.last_BTH)
+            )
+
+    def _commit(self, request: Request, tokens: list[int], logits_TV: Tensor) -> None:
+        drafted = len(request.drafts)
+        request.num_computed += len(tokens)
+        for stats in (self.stats, request.stats):
+            if stats is not None:
+                detailed = self.metrics_level == "detailed" and stats is request.stats
+                stats.add_step(drafted, len(tokens) - 1, keep_steps=detailed)
+        logprobs = None
+        if request.logprobs is not None:
+            logprobs = [self._logprobs(logits_TV[i], token, request.params) for i, token in enumerate(tokens)]
+        before = len(request.tokens)
+        request.append(tokens, logprobs)
+        self.num_generated_tokens += len(request.tokens) - before
+        request.drafts, request.draft_probs_KD = [], None
+
+    def _logprobs(self, logits_V: Tensor, token: int, params: SamplingParams) -> dict[int, Logprob]:
+        logprobs_V = logits_V.float().log_softmax(-1)
+        top = logprobs_V.topk(params.logprobs or 0).indices.tolist()
+        chosen = list(dict.fromkeys([token, *top]))
+        tokenizer = self.verifier.tokenizer
+        return {
+            i: Logprob(
+                float(logprobs_V[i]),
+                int((logprobs_V > logprobs_V[i]).sum()) + 1,
+                None if tokenizer is None else tokenizer.decode([i]),
+            )
+            for i in chosen
+        }
+
+    def _drop_finished(self) -> list[int]:
+        """Close the holes that finished requests leave; returns, for each row now, which row it was before."""
+        order = list(range(len(self.running)))
+        row = 0
+        while row < len(self.running):
+            if not self.running[row].finished:
+                row += 1
+                continue
+            last, origin = self.running.pop(), order.pop()
+            if row < len(self.running):
+                self._cache.move(len(self.running), row, last.num_computed)
+                if self.proposer is not None:
+                    self.proposer.move(len(self.running), row, last.num_computed)
+                self.running[row], order[row] = last, origin
+        return order
+
+    def _draft(self, new: NewTokens) -> None:
+        assert self.proposer is not None
+        proposal = self.proposer.propose(new, self.proposer.num_tokens)
+        ids, lengths = proposal.token_ids_BK.tolist(), proposal.lengths_B.tolist()
+        for row, request in enumerate(new.requests):
+            count = min(lengths[row], request.room)
+            request.drafts = ids[row][:count]
+            if proposal.probs_BKD is not None and not request.params.greedy:
+                request.draft_probs_KD = proposal.probs_BKD[row, :count]
+
+    def _verify(self, logits_BTV: Tensor, requests: list[Request]) -> list[list[int]]:
+        """Tokens each request gains: its accepted drafts and one more."""
+        lengths = [len(r.drafts) for r in requests]
+        drafts_BK = _padded([r.drafts for r in requests], logits_BTV.shape[1] - 1, logits_BTV.device)
+        emitted: list[list[int]] = [[] for _ in requests]
+        for greedy in (True, False):
+            chosen = [i for i, r in enumerate(requests) if r.params.greedy is greedy]
+            if not chosen:
+                continue
+            rows = torch.tensor(chosen, device=logits_BTV.device)
+            lengths_B = torch.tensor([lengths[i] for i in chosen], device=logits_BTV.device)
+            whole = len(chosen) == len(requests)
+            logits = logits_BTV if whole else logits_BTV[rows]
+            if greedy:
+                result = verify_greedy(logits.argmax(-1), drafts_BK[rows], lengths_B)
+            else:
+                result = self._verify_sampled(logits, drafts_BK[rows], lengths_B, [requests[i] for i in chosen])
+            counts, outputs = result.num_accepted_B.tolist(), result.output_ids_BS.tolist()
+            for place, i in enumerate(chosen):
+                emitted[i] = outputs[place][: counts[place] + 1]
+        return emitted
+
+    def _verify_sampled(
+        self, logits_BSV: Tensor, drafts_BK: Tensor, lengths_B: Tensor, requests: list[Request]
+    ) -> Verification:
+        batch, width, vocab = logits_BSV.shape
+        params = [r.params for r in requests for _ in range(width)]
+        probs_BSV = probabilities(logits_BSV.reshape(batch * width, vocab), params).view(batch, width, vocab)
+        noise = [r.noise for r in requests if r.noise is not None]
+        accept_BK = torch.stack([uniform(width - 1, n.accept) for n in noise])
+        sample_BV = torch.stack([exponential(vocab, n.sample) for n in noise])
+        draft_probs = self._draft_probs(requests, drafts_BK, vocab)
+        return verify_standard(probs_BSV, drafts_BK, lengths_B, draft_probs, accept_BK, sample_BV)
+
+    def _draft_probs(self, requests: list[Request], drafts_BK: Tensor, vocab: int) -> Tensor | None:
+        """Draft probabilities over the verifier's vocabulary [B, K, V]; None when every draft is one-hot."""
+        if all(r.draft_probs_KD is None for r in requests):
+            return None
+        probs_BKV = torch.zeros((*drafts_BK.shape, vocab), device=drafts_BK.device)
+        ids_D = None if self.proposer is None else self.proposer.verifier_ids_D
+        for row, request in enumerate(requests):
+            kept = request.draft_probs_KD
+            if kept is None:
+                probs_BKV[row].scatter_(1, drafts_BK[row][:, None], 1.0)
+            elif ids_D is None:
+                probs_BKV[row, : len(kept), : kept.shape[1]] = kept
+            else:
+                probs_BKV[row][: len(kept)][:, ids_D] = kept
+        return probs_BKV
+
+
+def _padded(rows: Sequence[Sequence[int]], width: int, device: torch.device) -> Tensor:
+    """Ids as an int64 tensor [len(rows), width], padded with 0 on the right."""
+    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], dtype=torch.int64, device=device).view(
+        len(rows), width
+    )

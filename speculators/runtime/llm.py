@@ -1,0 +1,276 @@
+"""Generation in process: `LLM`, with the names and the meaning that vLLM users know."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from jinja2 import TemplateError
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from speculators.errors import EngineError, RequestError
+from speculators.formats.verifier_weights import VerifierWeights
+from speculators.models.speculator import Speculator
+from speculators.runtime.config import SpeculativeConfig, check_engine_keywords
+from speculators.runtime.engine import Engine, EngineLimits
+from speculators.runtime.infer import Plan, infer
+from speculators.runtime.outputs import RequestOutput
+from speculators.runtime.proposers.draft_head import DraftHeadProposer
+from speculators.runtime.sampling import SamplingParams
+from speculators.runtime.stats import SpecDecodeStats
+from speculators.runtime.verifier import Verifier
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+_DEFAULT_LENGTH = 4096
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A counter (`value`) or a vector of counters (`values`), under vLLM's Prometheus name."""
+
+    name: str
+    value: int = 0
+    values: tuple[int, ...] = ()
+
+
+class LLM:
+    """A verifier, with or without a speculator, that generates.
+
+    `model` is a speculator directory (verifier, method and depth follow from it) or a verifier (local folder or hub
+    id), for which `speculative_config` may name the speculator. The other keywords are vLLM's; one that this engine
+    cannot honour raises EngineError naming it.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        tokenizer: str | None = None,
+        speculative_config: Mapping[str, Any] | None = None,
+        dtype: str | torch.dtype = "auto",
+        seed: int = 0,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 16,
+        max_num_batched_tokens: int = 2048,
+        trust_remote_code: bool = False,
+        revision: str | None = None,
+        gpu_memory_utilization: float | None = None,
+        device: str | None = None,
+        per_request_spec_decode_metrics: str | None = None,
+        **engine_keywords: Any,
+    ) -> None:
+        check_engine_keywords(engine_keywords)
+        config = None if speculative_config is None else SpeculativeConfig.from_dict(speculative_config)
+        plan = infer(str(model), config, revision=revision)
+        verifier = Verifier.from_pretrained(
+            plan.verifier,
+            dtype=dtype,
+            device=device,
+            revision=revision if plan.speculator is None else None,
+            trust_remote_code=trust_remote_code,
+            tokenizer=tokenizer if plan.verifier == str(model) else None,
+        )
+        _limit_memory(gpu_memory_utilization, verifier.device)
+        limits = EngineLimits(
+            _positive("max_num_seqs", max_num_seqs),
+            _model_length(max_model_len, verifier),
+            _positive("max_num_batched_tokens", max_num_batched_tokens),
+        )
+        self._take(verifier, plan, limits, seed, per_request_spec_decode_metrics)
+
+    @classmethod
+    def from_parts(
+        cls,
+        verifier: Verifier,
+        speculator: Speculator | None = None,
+        *,
+        num_speculative_tokens: int | None = None,
+        draft_sample_method: str = "greedy",
+        limits: EngineLimits | None = None,
+        seed: int = 0,
+    ) -> "LLM":
+        """Build on a verifier and a speculator that are loaded already; both keep belonging to the caller."""
+        llm = cls.__new__(cls)
+        depth = 0
+        if speculator is not None:
+            depth = num_speculative_tokens or speculator.config.num_speculative_tokens
+        plan = Plan(verifier.name_or_path, speculator, None, depth, draft_sample_method)
+        llm._take(verifier, plan, limits or EngineLimits(max_model_len=_model_length(None, verifier)), seed, None)
+        return llm
+
+    def _take(self, verifier: Verifier, plan: Plan, limits: EngineLimits, seed: int, level: str | None) -> None:
+        proposer = None
+        if plan.speculator is not None:
+            speculator = plan.speculator.to(verifier.device, verifier.dtype)
+            if speculator.draft.missing_tensors():
+                speculator.attach_verifier(weights_of(verifier))
+            proposer = DraftHeadProposer(
+                speculator.draft,
+                plan.num_speculative_tokens,
+                limits.max_num_seqs,
+                probabilistic=plan.draft_sample_method == "probabilistic",
+            )
+        if level not in (None, "none", "summary", "detailed"):
+            raise EngineError(f"LLM: per_request_spec_decode_metrics={level!r}: expected none, summary or detailed")
+        if level in ("summary", "detailed") and proposer is None:
+            raise EngineError(
+                f"LLM: per_request_spec_decode_metrics={level!r} requires speculative decoding to be enabled"
+            )
+        self.verifier, self.method = verifier, plan.method
+        self.engine = Engine(verifier, proposer, limits=limits, seed=seed, metrics_level=level or "summary")
+        self._count = 0
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """Drafts a verification at most, K; 0 without speculation."""
+        return self.engine.num_speculative_tokens
+
+    @property
+    def stats(self) -> SpecDecodeStats | None:
+        """Counts over everything generated so far; None without speculation."""
+        return self.engine.stats
+
+    def get_tokenizer(self) -> Any:
+        """The verifier's tokenizer."""
+        return self.verifier.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete prompts: texts, token id lists, or dicts with `prompt` or `prompt_token_ids`; outputs in order."""
+        items: list[Prompt] = list(prompts) if _is_batch(prompts) else [prompts]  # type: ignore[list-item,arg-type]
+        params = _one_per_prompt(sampling_params, len(items))
+        groups = [self._submit(item, chosen) for item, chosen in zip(items, params, strict=True)]
+        done = {output.request_id: output for output in self._run(show=use_tqdm) if output.finished}
+        return [_joined([done[request_id] for request_id in group]) for group in groups]
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several through the verifier's chat template."""
+        conversations: list[Any] = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        prompts = [{"prompt_token_ids": self.chat_token_ids(one)} for one in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def chat_token_ids(self, conversation: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Prompt ids of a conversation, ready for the assistant's turn."""
+        tokenizer = self.verifier.tokenizer
+        if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+            raise RequestError(
+                f"verifier {self.verifier.name_or_path!r} has no chat template; use generate with plain prompts"
+            )
+        try:
+            ids = tokenizer.apply_chat_template(list(conversation), add_generation_prompt=True, return_dict=False)
+        except (TemplateError, TypeError) as error:
+            raise RequestError(
+                f"the chat template of verifier {self.verifier.name_or_path!r} refuses this conversation: {error}"
+            ) from error
+        return [int(token) for token in ids]
+
+    def get_metrics(self) -> list[Metric]:
+        """Counters of speculative decoding under vLLM's names; empty without speculation."""
+        stats = self.engine.stats
+        if stats is None:
+            return []
+        return [
+            Metric("vllm:spec_decode_num_drafts", stats.num_drafts),
+            Metric("vllm:spec_decode_num_draft_tokens", stats.num_draft_tokens),
+            Metric("vllm:spec_decode_num_accepted_tokens", stats.num_accepted_tokens),
+            Metric("vllm:spec_decode_num_accepted_tokens_per_pos", values=tuple(stats.accepted_per_position)),
+        ]
+
+    def _submit(self, prompt: Prompt, params: SamplingParams) -> list[str]:
+        text, ids = self.prompt_ids(prompt)
+        names = []
+        for choice, wanted in enumerate(params.choices()):
+            name = f"{self._count}-{choice}" if params.n > 1 else str(self._count)
+            self.engine.add_request(name, ids, wanted, prompt=text)
+            names.append(name)
+        self._count += 1
+        return names
+
+    def prompt_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """Text (where it is known) and token ids of one prompt; RequestError when it is neither text nor ids."""
+        if isinstance(prompt, Mapping):
+            if "prompt_token_ids" in prompt:
+                return prompt.get("prompt"), [int(token) for token in prompt["prompt_token_ids"]]
+            prompt = prompt.get("prompt", prompt)
+        if isinstance(prompt, str):
+            if self.verifier.tokenizer is None:
+                raise RequestError("the verifier has no tokenizer; give prompt_token_ids")
+            return prompt, list(self.verifier.tokenizer(prompt)["input_ids"])
+        if isinstance(prompt, Sequence):
+            return None, [int(token) for token in prompt]
+        raise RequestError(f"prompt {prompt!r}: expected a text, token ids, or a dict with prompt or prompt_token_ids")
+
+    def _run(self, *, show: bool) -> Iterator[RequestOutput]:
+        total = len(self.engine.waiting)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, disable=not show, transient=True) as progress:
+            task = progress.add_task("generating", total=total)
+            while self.engine.has_unfinished:
+                outputs = self.engine.step()
+                progress.advance(task, sum(output.finished for output in outputs))
+                yield from outputs
+
+
+def weights_of(verifier: Verifier) -> VerifierWeights:
+    """Embedding, head and final norm of a loaded verifier, without reading its files again."""
+    return VerifierWeights.from_model(verifier.model)
+
+
+def _joined(outputs: list[RequestOutput]) -> RequestOutput:
+    first = outputs[0]
+    completions = [replace(output.outputs[0], index=index) for index, output in enumerate(outputs)]
+    return replace(first, request_id=first.request_id.partition("-")[0], outputs=completions)
+
+
+def _is_batch(prompts: Prompt | Sequence[Prompt]) -> bool:
+    if isinstance(prompts, str | Mapping):
+        return False
+    return not (len(prompts) > 0 and all(isinstance(item, int) for item in prompts))
+
+
+def _one_per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise RequestError(f"{len(params)} sampling parameters for {count} prompts; give one, or one for each")
+    return list(params)
+
+
+def _positive(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise EngineError(f"LLM: {name}={value!r}: expected a whole number above 0")
+    return value
+
+
+def _model_length(asked: int | None, verifier: Verifier) -> int:
+    longest = verifier.max_length
+    if asked is None:
+        return min(longest or _DEFAULT_LENGTH, _DEFAULT_LENGTH)
+    if longest is not None and _positive("max_model_len", asked) > longest:
+        raise EngineError(
+            f"LLM: max_model_len={asked} is more than the {longest} positions of verifier {verifier.name_or_path!r}"
+        )
+    return asked
+
+
+def _limit_memory(share: float | None, device: torch.device) -> None:
+    if share is None:
+        return
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+        raise EngineError(f"LLM: gpu_memory_utilization={share!r}: expected a share in (0, 1]")
+    if device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(float(share), device)

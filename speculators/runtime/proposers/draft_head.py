@@ -1,0 +1,75 @@
+"""Drafting with a trained draft model that reads the verifier's hidden states."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from speculators.models.draft_model import DraftContext, DraftModel, Proposal
+from speculators.runtime.proposers.proposer import NewTokens
+from speculators.runtime.rejection import draw
+from speculators.runtime.request import Request
+from speculators.runtime.sampling import exponential
+
+
+class RowSampler:
+    """Chooses draft tokens a row: the likeliest one, or a draw from softmax(logits / temperature) for sampled requests.
+
+    top_k, top_p and min_p do not apply to drafts; whatever a draft proposes, verification keeps the output's law.
+    """
+
+    def __init__(self, requests: Sequence[Request], *, probabilistic: bool) -> None:
+        self._requests = requests
+        self._sampled = [i for i, r in enumerate(requests) if probabilistic and not r.params.greedy]
+
+    def __call__(self, logits_BD: Tensor, step: int) -> tuple[Tensor, Tensor | None]:
+        """Draft ids [B] int64 and, when a row was sampled, the probabilities [B, D] (zero for greedy rows)."""
+        ids_B = logits_BD.argmax(-1)
+        if not self._sampled:
+            return ids_B, None
+        rows = torch.tensor(self._sampled, device=logits_BD.device)
+        chosen = [self._requests[i] for i in self._sampled]
+        temperature_N1 = torch.tensor([[r.params.temperature] for r in chosen], device=logits_BD.device)
+        probs_ND = (logits_BD[rows].float() / temperature_N1).softmax(-1)
+        noise = [exponential(probs_ND.shape[1], r.noise.draft) for r in chosen if r.noise is not None]
+        ids_B[rows] = draw(probs_ND, torch.stack(noise))
+        probs_BD = torch.zeros(logits_BD.shape, device=logits_BD.device)
+        probs_BD[rows] = probs_ND
+        return ids_B, probs_BD
+
+
+class DraftHeadProposer:
+    """Runs a DraftModel in step with the verifier: the draft's cache always holds verifier-derived entries."""
+
+    def __init__(self, draft: DraftModel, num_tokens: int, num_slots: int, *, probabilistic: bool = False) -> None:
+        self.draft = draft.require_complete().eval()
+        self.num_tokens = num_tokens
+        self.aux_layer_ids = tuple(draft.aux_layer_ids)
+        self.verifier_ids_D = draft.verifier_ids_D
+        self._probabilistic = probabilistic
+        self._cache = draft.make_cache(num_slots)
+
+    def observe(self, new: NewTokens) -> None:
+        """Bring the draft's cache in step with verified tokens."""
+        self._run(new, 0)
+
+    def propose(self, new: NewTokens, num_tokens: int) -> Proposal:
+        """Draft `num_tokens` a row after the newly verified tokens."""
+        return self._run(new, num_tokens)
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Let the draft's cache follow a request to another row."""
+        self._cache.move(source, target, length)
+
+    @torch.no_grad()
+    def _run(self, new: NewTokens, num_tokens: int) -> Proposal:
+        context = DraftContext(
+            token_ids_BT=new.next_ids_BT,
+            aux_hidden_states_BTX=new.aux_BTX,
+            last_hidden_states_BTH=new.last_BTH,
+            starts=new.starts,
+            lengths=new.lengths,
+            cache=self._cache,
+            rows=new.rows,
+        )
+        return self.draft.propose(context, num_tokens, RowSampler(new.requests, probabilistic=self._probabilistic))

@@ -1,0 +1,179 @@
+"""From logits to probabilities, as a request's sampling parameters ask, and the noise that draws from them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speculators.errors import RequestError
+
+# Options that vLLM's SamplingParams knows and whose neutral value alone is true of this engine.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "repetition_penalty": (1.0,),
+    "min_tokens": (0,),
+    "prompt_logprobs": (None,),
+    "logit_bias": (None, {}),
+    "allowed_token_ids": (None,),
+    "bad_words": (None, []),
+    "structured_outputs": (None,),
+    "detokenize": (True,),
+    "logits_processors": (None, []),
+    "truncate_prompt_tokens": (None,),
+    "extra_args": (None, {}),
+}
+
+
+@dataclass
+class SamplingParams:
+    """How tokens of a request are chosen and when it ends; names and meaning are vLLM's.
+
+    temperature 0 is greedy; top_k 0 or -1 and top_p 1 keep everything; min_p keeps tokens of at least min_p times the
+    likeliest one's probability. logprobs N returns the log-probabilities of the N likeliest tokens and of the chosen
+    one, from the unprocessed logits. Raises RequestError naming the parameter, what was got and what is allowed.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    prompt_logprobs: int | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    structured_outputs: Any = None
+    detokenize: bool = True
+    logits_processors: list[Any] | None = None
+    truncate_prompt_tokens: int | None = None
+    extra_args: dict[str, Any] | None = None
+    stop_strings: list[str] = field(init=False, repr=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.stop_strings = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+        self._check("n", _whole(self.n) and self.n >= 1, "a whole number of at least 1")
+        self._check("temperature", _finite(self.temperature) and self.temperature >= 0, "a number of at least 0")
+        self._check("top_p", _finite(self.top_p) and 0 < self.top_p <= 1, "a number in (0, 1]")
+        self._check("top_k", _whole(self.top_k) and self.top_k >= -1, "-1 or 0 (all) or a whole number of at least 1")
+        self._check("min_p", _finite(self.min_p) and 0 <= self.min_p <= 1, "a number in [0, 1]")
+        self._check(
+            "seed",
+            self.seed is None or (_whole(self.seed) and -(2**63) <= self.seed < 2**63),
+            "a whole number of at most 64 bits or None",
+        )
+        self._check(
+            "max_tokens",
+            self.max_tokens is None or (_whole(self.max_tokens) and self.max_tokens >= 1),
+            "None or a whole number of at least 1",
+        )
+        self._check(
+            "logprobs",
+            self.logprobs is None or (_whole(self.logprobs) and 0 <= self.logprobs <= 20),
+            "None or a whole number in 0..20",
+        )
+        self._check("stop", all(isinstance(text, str) and text for text in self.stop_strings), "non-empty strings")
+        self._check(
+            "stop_token_ids", all(_whole(token) and token >= 0 for token in self.stop_token_ids or []), "token ids"
+        )
+        for name, allowed in _NEUTRAL.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                raise RequestError(
+                    f"sampling parameter {name}={value!r} is not supported by this runtime; leave it at {allowed[0]!r}"
+                )
+
+    def choices(self) -> list["SamplingParams"]:
+        """Parameters of each of the `n` completions; a seed counts up, so that they differ."""
+        seeds = [None if self.seed is None else self.seed + choice for choice in range(self.n)]
+        return [replace(self, n=1, seed=seed) for seed in seeds]
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken at each position."""
+        return self.temperature < 1e-5
+
+    def _check(self, name: str, fine: bool, expected: str) -> None:
+        if not fine:
+            raise RequestError(f"sampling parameter {name}={getattr(self, name)!r}: expected {expected}")
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(float(value)) < float("inf")
+
+
+def probabilities(logits_NV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Distribution each row is sampled from, float32 [N, V]: temperature, then min_p, then top_k and top_p.
+
+    `params` has one entry a row, none of them greedy. The order is vLLM's: min_p on the tempered distribution, top_k
+    before top_p.
+    """
+    device = logits_NV.device
+    temperature_N1 = torch.tensor([[p.temperature] for p in params], device=device)
+    scaled_NV = logits_NV.float() / temperature_N1
+    if any(p.min_p > 0 for p in params):
+        probs_NV = scaled_NV.softmax(-1)
+        floor_N1 = torch.tensor([[p.min_p] for p in params], device=device) * probs_NV.amax(-1, keepdim=True)
+        scaled_NV = scaled_NV.masked_fill(probs_NV < floor_N1, float("-inf"))
+    if any(p.top_k > 0 or p.top_p < 1 for p in params):
+        scaled_NV = _keep_top(scaled_NV, params)
+    return scaled_NV.softmax(-1)
+
+
+def _keep_top(scaled_NV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    vocab_size, device = scaled_NV.shape[-1], scaled_NV.device
+    sorted_NV, order_NV = scaled_NV.sort(dim=-1, descending=True, stable=True)
+    k_N1 = torch.tensor([[min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size] for p in params], device=device)
+    sorted_NV = sorted_NV.masked_fill(torch.arange(vocab_size, device=device) >= k_N1, float("-inf"))
+    top_p_N1 = torch.tensor([[p.top_p] for p in params], dtype=torch.float64, device=device)
+    probs_NV = sorted_NV.double().softmax(-1)
+    before_NV = probs_NV.cumsum(-1) - probs_NV
+    sorted_NV = sorted_NV.masked_fill((before_NV >= top_p_N1) & (top_p_N1 < 1), float("-inf"))
+    return torch.empty_like(scaled_NV).scatter_(-1, order_NV, sorted_NV)
+
+
+@dataclass
+class NoiseStreams:
+    """The three independent noise streams of one request: drafting, accepting, drawing.
+
+    Sharing one stream biases the output towards what the draft prefers, so each is a generator of its own.
+    """
+
+    draft: torch.Generator
+    accept: torch.Generator
+    sample: torch.Generator
+
+    @classmethod
+    def from_seed(cls, seed: int, device: torch.device) -> "NoiseStreams":
+        """Streams of a request; equal seeds give equal streams, whatever else the batch holds."""
+        mixed = [int(word) for word in torch.randint(2**62, (3,), generator=torch.Generator().manual_seed(seed))]
+        draft, accept, sample = (torch.Generator(device).manual_seed(word) for word in mixed)
+        return cls(draft, accept, sample)
+
+
+def exponential(size: int, generator: torch.Generator) -> Tensor:
+    """Exp(1) noise [size], float32, on the generator's device."""
+    return torch.empty(size, device=generator.device).exponential_(generator=generator)
+
+
+def uniform(size: int, generator: torch.Generator) -> Tensor:
+    """U[0, 1) noise [size], float64, on the generator's device."""
+    return torch.rand(size, generator=generator, dtype=torch.float64, device=generator.device)

@@ -1,0 +1,326 @@
+"""The verifier in process: a transformers causal LM that writes into a slot cache and shows its hidden states."""
+
+from __future__ import annotations
+
+import contextvars
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as transformers_logging
+
+from speculators.errors import VerifierError
+from speculators.models.cache import SlotCache, SlotWrite, slot_attention
+from speculators.models.layers import use_skinny_linears
+
+ATTENTION_NAME = "speculators_slots"
+_WRITE: contextvars.ContextVar[SlotWrite | None] = contextvars.ContextVar("slot_write", default=None)
+DTYPES = {
+    "float32": torch.float32,
+    "float": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "half": torch.float16,
+}
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """Attention under transformers' interface: masks come from the slot write under way, windows from the layer."""
+    scale = options.get("scaling")
+    scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
+    write = _WRITE.get()
+    if write is not None:
+        mask = write.mask(options.get("sliding_window"))
+    elif attention_mask is not None:
+        mask = attention_mask
+    else:
+        width, end = query.shape[2], key.shape[2]
+        mask = torch.ones(width, end, dtype=torch.bool, device=query.device).tril(end - width)[None, None]
+    softcap, sinks = options.get("softcap"), options.get("s_aux")
+    if softcap is None and sinks is None:
+        out = slot_attention(query, key, value, mask, scale)
+    else:
+        out = _attention_spelled_out(query, key, value, mask, scale, softcap, sinks)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _attention_spelled_out(
+    q_BQTD: Tensor, k_BNED: Tensor, v_BNED: Tensor, mask: Tensor | None, scale: float, softcap: Any, sinks: Any
+) -> Tensor:
+    groups = q_BQTD.shape[1] // k_BNED.shape[1]
+    keys, values = k_BNED.repeat_interleave(groups, 1), v_BNED.repeat_interleave(groups, 1)
+    scores = q_BQTD @ keys.transpose(2, 3) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    if sinks is None:
+        return scores.softmax(-1, dtype=torch.float32).to(values.dtype) @ values
+    sink = sinks.reshape(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1).to(scores.dtype)
+    weights = torch.cat([scores, sink], -1).softmax(-1, dtype=torch.float32)[..., :-1]
+    return weights.to(values.dtype) @ values
+
+
+AttentionInterface.register(ATTENTION_NAME, _attention)
+
+
+class _SlotKeyValues:
+    """What a transformers layer sees as its cache during one forward pass."""
+
+    is_compileable = False
+
+    def __init__(self, cache: SlotCache, write: SlotWrite) -> None:
+        self._cache, self._write = cache, write
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return self._cache.write(layer_idx, self._write, keys, values)
+
+    def get_seq_length(self, *_: Any) -> int:
+        return self._write.end - self._write.width
+
+
+@dataclass
+class VerifierOutput:
+    """One forward pass.
+
+    `logits_BTV` (None when not asked for), `aux_BTX` the aux states concatenated in ascending layer order, `last_BTH`
+    the residual stream before the final norm.
+    """
+
+    logits_BTV: Tensor | None
+    aux_BTX: Tensor | None
+    last_BTH: Tensor
+
+
+class Verifier:
+    """A causal LM whose output distribution speculation preserves, with its tokenizer.
+
+    Layer ids are capture ids: id i is the residual stream entering decoder layer i (0 = embeddings), id L the output of
+    the last layer before the final norm.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, *, name_or_path: str = "verifier"
+    ) -> None:
+        self.name_or_path = name_or_path
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.config: PretrainedConfig = model.config.get_text_config()
+        self._layers, self._norm, self._decoder = _find_decoder(model)
+        self._captured: dict[int, Tensor] = {}
+        self._hooks: list[Any] = []
+        self.aux_layer_ids: tuple[int, ...] = ()
+        self.set_aux_layers(())
+        parameters = inspect.signature(self._decoder.forward).parameters
+        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
+        if model.device.type == "cpu":
+            use_skinny_linears(model)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | Path,
+        *,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device | None = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        tokenizer: str | None = None,
+    ) -> Verifier:
+        """Load a verifier from a local folder or a hub id.
+
+        `dtype` "auto" is the checkpoint's own, but float32 on a CPU without bf16 matrix instructions, where bf16 GEMMs
+        are several times slower. Raises VerifierError when config, weights or tokenizer cannot be read.
+        """
+        name = str(name_or_path)
+        target = torch.device(device) if device is not None else default_device()
+        transformers_logging.disable_progress_bar()
+        options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+        try:
+            config = AutoConfig.from_pretrained(name, **options)
+            wanted = resolve_dtype(dtype, config, target)
+            model = AutoModelForCausalLM.from_pretrained(
+                name, config=config, dtype=wanted, attn_implementation=ATTENTION_NAME, **options
+            )
+            tokens = AutoTokenizer.from_pretrained(tokenizer or name, **options)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise VerifierError(
+                f"verifier {name!r} cannot be read: {error}. Give a local folder with config.json, safetensors and a "
+                "tokenizer, or a hub id."
+            ) from error
+        return cls(model.to(target), tokens, name_or_path=name)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weights."""
+        return self.model.dtype
+
+    @property
+    def num_layers(self) -> int:
+        """Number of decoder layers, L."""
+        return len(self._layers)
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual stream, H."""
+        return int(self.config.hidden_size)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output head (may exceed the tokenizer's length)."""
+        return int(self.config.vocab_size)
+
+    @property
+    def max_length(self) -> int | None:
+        """Longest sequence the positions were made for, None when the config does not say."""
+        length = getattr(self.config, "max_position_embeddings", None)
+        return None if length is None else int(length)
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Ids that end a generation: the generation config's, else the model's, and the tokenizer's."""
+        found: set[int] = set()
+        generation = getattr(self.model, "generation_config", None)
+        for source in (generation, self.config):
+            ids = getattr(source, "eos_token_id", None)
+            if ids is not None:
+                found.update([ids] if isinstance(ids, int) else ids)
+                break
+        tokenizer_eos = getattr(self.tokenizer, "eos_token_id", None)
+        if isinstance(tokenizer_eos, int):
+            found.add(tokenizer_eos)
+        return frozenset(found)
+
+    def make_cache(self, num_slots: int) -> SlotCache:
+        """An empty slot cache of this model's layers."""
+        return SlotCache(self.num_layers, num_slots, dtype=self.dtype, device=self.device)
+
+    def set_aux_layers(self, layer_ids: Sequence[int]) -> None:
+        """Choose the capture ids whose states `forward` returns; they are sorted and made unique."""
+        ids = tuple(sorted(set(layer_ids)))
+        if ids and not 0 <= ids[0] <= ids[-1] <= self.num_layers:
+            raise VerifierError(
+                f"layer ids {list(layer_ids)} are outside 0..{self.num_layers} of verifier {self.name_or_path!r} "
+                f"({self.num_layers} layers; id i is the input of layer i, id {self.num_layers} the last output)"
+            )
+        for hook in self._hooks:
+            hook.remove()
+        self.aux_layer_ids = ids
+        modules = [*self._layers, self._norm]
+        self._hooks = [
+            modules[i].register_forward_pre_hook(self._catch(i), with_kwargs=True) for i in {*ids, self.num_layers}
+        ]
+
+    def _catch(self, layer_id: int) -> Callable[[nn.Module, Any, dict[str, Any]], None]:
+        def hook(_: nn.Module, inputs: Any, options: dict[str, Any]) -> None:
+            self._captured[layer_id] = inputs[0] if inputs else options["hidden_states"]
+
+        return hook
+
+    @torch.no_grad()
+    def forward(
+        self, token_ids_BT: Tensor, cache: SlotCache, write: SlotWrite, *, need_logits: bool = True
+    ) -> VerifierOutput:
+        """Run tokens at the positions of `write`, whose keys and values go into `cache`.
+
+        `token_ids_BT` is int64, right-padded; what padding computes is never seen by a valid query, because it lies at
+        later positions, and is overwritten by the next write there.
+        """
+        options = {
+            "input_ids": token_ids_BT,
+            "position_ids": write.positions_BT,
+            "attention_mask": torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self.device),
+            self._cache_argument: _SlotKeyValues(cache, write),
+            "use_cache": True,
+        }
+        token = _WRITE.set(write)
+        try:
+            output = (self.model if need_logits else self._decoder)(**options)
+        finally:
+            _WRITE.reset(token)
+        captured, self._captured = self._captured, {}
+        aux = torch.cat([captured[i] for i in self.aux_layer_ids], -1) if self.aux_layer_ids else None
+        return VerifierOutput(output.logits if need_logits else None, aux, captured[self.num_layers])
+
+    @torch.no_grad()
+    def capture(self, token_ids: Sequence[Sequence[int]], layer_ids: Sequence[int]) -> list[Tensor]:
+        """Hidden states of whole sequences, without a cache.
+
+        Returns one tensor [T, len(ids), H] a sequence in the verifier's dtype, ids ascending.
+        """
+        if not token_ids or min(len(row) for row in token_ids) == 0:
+            raise VerifierError("capture needs at least one sequence, each of at least one token")
+        before = self.aux_layer_ids
+        self.set_aux_layers(layer_ids)
+        try:
+            width = max(len(row) for row in token_ids)
+            padded = torch.tensor([[*row, *[0] * (width - len(row))] for row in token_ids], device=self.device)
+            write = SlotWrite.at(slice(0, len(token_ids)), [0] * len(token_ids), width, self.device)
+            cache = SlotCache(self.num_layers, len(token_ids), dtype=self.dtype, device=self.device)
+            output = self.forward(padded, _Uncached(cache), write, need_logits=False)
+        finally:
+            self.set_aux_layers(before)
+        assert output.aux_BTX is not None
+        states_BTAH = output.aux_BTX.unflatten(-1, (-1, self.hidden_size))
+        return [states_BTAH[row, : len(ids)] for row, ids in enumerate(token_ids)]
+
+
+class _Uncached(SlotCache):
+    """Keeps no keys: whole sequences attend to what the pass itself computes."""
+
+    def __init__(self, cache: SlotCache) -> None:
+        super().__init__(0, cache.num_slots, dtype=cache.dtype, device=cache.device)
+
+    def write(self, layer: int, write: SlotWrite, k_BNTD: Tensor, v_BNTD: Tensor) -> tuple[Tensor, Tensor]:
+        return k_BNTD, v_BNTD
+
+
+def _find_decoder(model: PreTrainedModel) -> tuple[nn.ModuleList, nn.Module, nn.Module]:
+    for decoder in (getattr(model, "model", None), model.get_decoder(), getattr(model, "language_model", None)):
+        inner = getattr(decoder, "language_model", decoder)
+        layers, norm = getattr(inner, "layers", None), getattr(inner, "norm", None)
+        if isinstance(layers, nn.ModuleList) and isinstance(norm, nn.Module) and isinstance(inner, nn.Module):
+            return layers, norm, inner
+    raise VerifierError(
+        f"{type(model).__name__} has no decoder with `layers` and a final `norm`, so its states cannot be captured"
+    )
+
+
+def default_device() -> torch.device:
+    """The accelerator where there is one, else the CPU."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return torch.device("cpu") if found is None else torch.device(found.type, torch.accelerator.current_device_index())
+
+
+def resolve_dtype(dtype: str | torch.dtype, config: PretrainedConfig, device: torch.device) -> torch.dtype:
+    """The dtype to compute in; VerifierError for a name that is not known."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype != "auto":
+        if dtype not in DTYPES:
+            raise VerifierError(f"dtype {dtype!r} is not known; expected auto or one of {', '.join(sorted(DTYPES))}")
+        return DTYPES[dtype]
+    stored = getattr(config.get_text_config(), "dtype", None) or torch.float32
+    if device.type == "cpu" and not torch.cpu._is_amx_tile_supported():
+        return torch.float32
+    return stored if isinstance(stored, torch.dtype) else DTYPES[str(stored)]

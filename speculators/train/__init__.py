@@ -1,0 +1,1 @@
+"""From stored hidden states to a trained speculator: recipes, stages, and one loop that knows no draft family."""

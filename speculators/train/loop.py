@@ -1,0 +1,301 @@
+"""The training loop. It knows no draft family: an objective makes a loss of a batch, and a measurement decodes."""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import nn
+
+from speculators.errors import TrainingError
+from speculators.models.draft_model import DraftModel, Objective, PackedBatch
+from speculators.models.losses import VerifierHead
+from speculators.train.config import ComputeDtype, TrainConfig
+from speculators.train.dataset import PackedRows, SampleSource
+from speculators.train.metrics import MetricsLog, MetricSums, Throughput
+from speculators.train.optim import build_optimizers, clip_gradients, learning_rate_at, set_learning_rate
+from speculators.train.resume import (
+    Checkpoint,
+    CheckpointFolder,
+    RunState,
+    capture_rng,
+    fingerprint_lengths,
+    load_parameters,
+    restore_rng,
+    trained_parameters,
+)
+from speculators.train.signals import SignalBox, Stopped, caught_signals
+
+
+@dataclass
+class TrainingTask:
+    """What is trained, on what, and how it is judged.
+
+    `measure` decodes with the draft as it is and returns its acceptance length. `settings` (JSON) is whatever else must
+    be the same for a run to be resumed: the objective's knobs, the store's fingerprint.
+    """
+
+    draft: DraftModel
+    objective: Objective
+    verifier_head: VerifierHead
+    samples: SampleSource
+    validation: SampleSource | None = None
+    measure: Callable[[DraftModel], float] | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run ended; the draft holds the parameters of `chosen`.
+
+    `steps` of the optimizer, `tokens` that were trained on (padding not counted), `tokens_per_second` after the warm-up
+    of this process (None where it trained too few steps to tell), `utilisation` the share of filled positions in the
+    rows of the first epoch.
+    """
+
+    steps: int
+    tokens: int
+    tokens_per_second: float | None
+    utilisation: float
+    chosen: Checkpoint
+
+
+def train(task: TrainingTask, config: TrainConfig, directory: Path, *, show_progress: bool = False) -> TrainResult:
+    """Train a draft, or go on with the run whose checkpoints lie in `directory`.
+
+    Writes `directory/checkpoints/` and `directory/metrics.jsonl`. In the end the draft holds the parameters of the best
+    checkpoint by acceptance length (by loss where none was measured), in evaluation mode. Raises TrainingError, and
+    `Stopped` after a signal, when the checkpoint is safe.
+    """
+    return _Run(task, config, directory, show_progress).go()
+
+
+def compute_dtype(name: ComputeDtype, device: torch.device) -> torch.dtype:
+    """What matrix products run in; "auto" is bfloat16 where the hardware multiplies it, else float32."""
+    if name != "auto":
+        return torch.float32 if name == "float32" else torch.bfloat16
+    if device.type == "cpu":
+        fast = torch.cpu._is_amx_tile_supported()
+    else:
+        fast = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if fast else torch.float32
+
+
+class _Run:
+    def __init__(self, task: TrainingTask, config: TrainConfig, directory: Path, show_progress: bool) -> None:
+        self.task = task
+        self.config = config
+        self.accelerator = Accelerator(cpu=not torch.accelerator.is_available(), mixed_precision="no")
+        if self.accelerator.num_processes != 1:
+            raise TrainingError(
+                f"training was started in {self.accelerator.num_processes} processes and runs in one; "
+                "launch it with --num_processes 1"
+            )
+        self.device = self.accelerator.device
+        self.dtype = compute_dtype(config.compute_dtype, self.device)
+        set_seed(config.seed)
+        self.draft = task.draft.to(self.device).train()
+        self.head = task.verifier_head.to(self.device, self.dtype)
+        self.parameters = trained_parameters(self.draft)
+        optimizers = build_optimizers(self.draft.named_parameters(), config)
+        self.model: nn.Module = self.accelerator.prepare(self.draft)
+        self.optimizers = {name: self.accelerator.prepare(optimizer) for name, optimizer in optimizers.items()}
+        self.rows = PackedRows(task.samples, config.row_length, seed=config.seed, window=config.pack_window)
+        self.validation: PackedRows | None = None
+        if task.validation is not None and len(task.validation):
+            self.validation = PackedRows(task.validation, config.row_length, window=config.pack_window)
+        epochs = [len(self._steps_of(epoch)) for epoch in range(config.epochs)]
+        self.total_steps = min(sum(epochs), config.max_steps or sum(epochs))
+        settings = {
+            "train": config.fixed_by_a_checkpoint(),
+            "data": fingerprint_lengths(task.samples.lengths),
+            "compute_dtype": str(self.dtype),
+            **task.settings,
+        }
+        self.checkpoints = CheckpointFolder(
+            directory / "checkpoints", settings, keep_last=config.keep_last, keep_best=config.keep_best
+        )
+        self.log = MetricsLog(directory / "metrics.jsonl")
+        self.state = RunState()
+        self.overall = Throughput()
+        self.recent = Throughput(warmup_steps=0)
+        self.show_progress = show_progress
+
+    def _steps_of(self, epoch: int) -> list[list[list[int]]]:
+        return self.rows.steps(epoch, self.config.rows_per_step, self.config.accumulation)
+
+    def go(self) -> TrainResult:
+        self.state = self.checkpoints.load_newest(self.parameters, self.optimizers) or RunState()
+        self.log.forget_after(self.state.step)
+        progress = Progress(
+            TextColumn("train"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            disable=not self.show_progress,
+        )
+        with caught_signals() as signals, progress:
+            bar = progress.add_task("train", total=self.total_steps, completed=self.state.step, figures="")
+            while self.state.step < self.total_steps:
+                self._epoch(signals, lambda text: progress.update(bar, completed=self.state.step, figures=text))
+        return self._finish()
+
+    def _epoch(self, signals: SignalBox, report: Callable[[str], None]) -> None:
+        steps = self._steps_of(self.state.epoch)
+        first = self.state.step_in_epoch
+        ahead = steps[first : first + self.total_steps - self.state.step]
+        for batches in self.rows.step_batches(self.state.epoch, ahead, self.device, prefetch=self.config.prefetch):
+            epoch, learning_rate = self.state.epoch, learning_rate_at(self.config, self.state.step, self.total_steps)
+            grad_norm = self._step(batches, learning_rate)
+            self.state.step_in_epoch += 1
+            ended = self.state.step_in_epoch == len(steps)
+            if ended:
+                self.state.epoch, self.state.step_in_epoch = self.state.epoch + 1, 0
+            measured = self._measure() if self._measures_now(ended) else {}
+            line = self._log({"epoch": epoch, "lr": learning_rate, "grad_norm": grad_norm}, measured)
+            if line:
+                report(_figures(line))
+            if measured or signals.received or self.state.step % self.config.checkpoint_every == 0:
+                self._save(measured)
+            if signals.received:
+                raise Stopped(signals.received)
+
+    def _step(self, batches: Sequence[PackedBatch], learning_rate: float) -> float:
+        """One optimizer step; returns the gradient norm before clipping."""
+        started = time.perf_counter()
+        sums, weight = MetricSums(), 0.0
+        for batch in batches:
+            with self._autocast():
+                output = self.task.objective.step(self.model, batch, self.head)
+            # Passes weigh by what they count, so that the step is the same however its rows are split into passes.
+            count = output.metrics["loss"].count
+            self.accelerator.backward(output.loss * count)
+            sums.add(output.metrics)
+            weight += count
+        for parameter in self.parameters.values():
+            if parameter.grad is not None and weight:
+                parameter.grad.div_(weight)
+        grad_norm = clip_gradients(self.parameters.values(), self.config.clip_norm)
+        if math.isfinite(grad_norm):
+            set_learning_rate(self.optimizers, learning_rate)
+            for optimizer in self.optimizers.values():
+                optimizer.step()
+        else:
+            self._skip(batches)
+            sums = MetricSums()
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad()
+        tokens = sum(batch.num_tokens for batch in batches)
+        for meter in (self.overall, self.recent):
+            meter.add(tokens, time.perf_counter() - started)
+        self.state.step += 1
+        self.state.tokens += tokens
+        self.state.unlogged.add(sums.counts)
+        self.state.unmeasured.add(sums.counts)
+        return grad_norm
+
+    def _skip(self, batches: Sequence[PackedBatch]) -> None:
+        self.state.skipped += 1
+        if self.state.skipped > self.config.max_skipped_steps:
+            documents = sorted({number for batch in batches for number in batch.document_ids.flatten().tolist()} - {-1})
+            raise TrainingError(
+                f"step {self.state.step + 1} has no finite gradient, the {self.state.skipped}th such step of this run; "
+                f"its samples are {documents}. Lower train.learning_rate, or look for broken states in these samples"
+            )
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.dtype is torch.float32:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.dtype)
+
+    def _measures_now(self, epoch_ended: bool) -> bool:
+        every = self.config.measure_every
+        due = epoch_ended if every is None else self.state.step % every == 0
+        return due or self.state.step == self.total_steps
+
+    def _measure(self) -> dict[str, float | None]:
+        """Held-out loss and acceptance length of the draft as it is; leaves the random generators as they were."""
+        found: dict[str, float | None] = {"score_loss": self.state.unmeasured.rate("loss")}
+        self.state.unmeasured = MetricSums()
+        generators = capture_rng()
+        self.draft.eval()
+        if self.validation is not None:
+            sums = self._validate(self.validation)
+            found["validation_loss"] = found["score_loss"] = sums.rate("loss")
+            found["validation_acceptance_length"] = self.task.objective.acceptance_length(sums.counts)
+            found["score_acceptance"] = found["validation_acceptance_length"]
+        if self.task.measure is not None:
+            found["measured_acceptance_length"] = found["score_acceptance"] = self.task.measure(self.draft)
+        self.draft.train()
+        restore_rng(generators)
+        return found
+
+    @torch.no_grad()
+    def _validate(self, rows: PackedRows) -> MetricSums:
+        sums = MetricSums()
+        steps = rows.steps(0, self.config.rows_per_step, 1)
+        for batches in rows.step_batches(0, steps, self.device, prefetch=self.config.prefetch):
+            with self._autocast():
+                sums.add(self.task.objective.step(self.model, batches[0], self.head).metrics)
+        return sums
+
+    def _log(self, step: Mapping[str, Any], measured: Mapping[str, float | None]) -> dict[str, Any]:
+        """Write a line of the log where one is due, and return it."""
+        due = measured or self.state.step % self.config.log_every == 0 or self.state.step == self.total_steps
+        if not due:
+            return {}
+        sums = self.state.unlogged
+        line = {
+            "step": self.state.step,
+            "loss": sums.rate("loss"),
+            **step,
+            "tokens": self.state.tokens,
+            "tokens_per_second": self.recent.tokens_per_second,
+            "per_position": [asdict(count) for count in sums.per_position()],
+            "expected_acceptance_length": self.task.objective.acceptance_length(sums.counts) if sums.counts else None,
+            "measured_acceptance_length": None,
+            **{key: value for key, value in measured.items() if not key.startswith("score_")},
+        }
+        if not math.isfinite(line["grad_norm"]):
+            line["grad_norm"] = None
+        self.log.write(line)
+        self.state.unlogged = MetricSums()
+        self.recent = Throughput(warmup_steps=0)
+        return line
+
+    def _save(self, measured: Mapping[str, float | None]) -> None:
+        scores = {"acceptance": measured.get("score_acceptance"), "loss": measured.get("score_loss")}
+        self.checkpoints.save(self.state, self.parameters, self.optimizers, scores)
+
+    def _finish(self) -> TrainResult:
+        best = self.checkpoints.best("acceptance") or self.checkpoints.best("loss") or self.checkpoints.all()[-1:]
+        load_parameters(best[0], self.parameters)
+        self.draft.eval()
+        return TrainResult(
+            steps=self.state.step,
+            tokens=self.state.tokens,
+            tokens_per_second=self.overall.tokens_per_second,
+            utilisation=self.rows.plan(0).utilisation,
+            chosen=best[0],
+        )
+
+
+def _figures(line: Mapping[str, Any]) -> str:
+    parts = []
+    if line["loss"] is not None:
+        parts.append(f"loss {line['loss']:.3f}")
+    if line["tokens_per_second"] is not None:
+        parts.append(f"{line['tokens_per_second']:,.0f} tokens/s")
+    if line["measured_acceptance_length"] is not None:
+        parts.append(f"acceptance length {line['measured_acceptance_length']:.2f}")
+    return ", ".join(parts)

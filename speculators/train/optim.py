@@ -1,0 +1,147 @@
+"""Optimizers over float32 parameters, and learning-rate schedules as pure functions of the step."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Muon, Optimizer
+
+from speculators.errors import TrainingError
+from speculators.train.config import ScheduleName, TrainConfig
+
+# Rows of these are looked up or scored one by one; orthogonalising them jointly makes no sense.
+TABLES = ("embed_tokens.weight", "lm_head.weight")
+
+
+class Float32Muon(Muon):
+    """`torch.optim.Muon` whose orthogonalisation runs in float32.
+
+    Same state and same update rule; torch rounds the Newton-Schulz iteration to bfloat16, which a CPU without matrix
+    instructions for it multiplies some 25 times slower than float32.
+    """
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+        return loss
+
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        gradient, state = parameter.grad, self.state[parameter]
+        assert gradient is not None
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        buffer = state["momentum_buffer"]
+        buffer.lerp_(gradient, 1 - group["momentum"])
+        update = gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+        update = orthogonalise(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(parameter.shape)))
+
+
+def orthogonalise(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Quintic Newton-Schulz iteration: the nearest semi-orthogonal matrix, singular values within about 0.7 to 1.2.
+
+    Source: Jordan et al., "Muon: an optimizer for hidden layers in neural networks"; a X + b (XX')X + c (XX')^2 X.
+    """
+    a, b, c = coefficients
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if tall else matrix
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
+def build_optimizers(parameters: Iterable[tuple[str, nn.Parameter]], config: TrainConfig) -> dict[str, Optimizer]:
+    """One or two optimizers over named trainable parameters, by name.
+
+    "adamw": AdamW over all. "muon": Muon over matrices other than token tables, AdamW over the rest; Muon's updates are
+    scaled to AdamW's RMS (0.2 sqrt(max(rows, columns)), Liu et al., "Muon is scalable for LLM training"), so that one
+    learning rate serves both. Norms and other vectors get no weight decay. TrainingError when a parameter is not
+    float32 or none is trainable.
+    """
+    named = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+    if not named:
+        raise TrainingError("the draft has no trainable parameter; expected at least one with requires_grad")
+    wrong = next((name for name, parameter in named if parameter.dtype is not torch.float32), None)
+    if wrong is not None:
+        raise TrainingError(f"parameter {wrong} is not float32; master weights are float32, whatever the compute dtype")
+    muon = [p for name, p in named if config.optimizer == "muon" and p.ndim == 2 and not name.endswith(TABLES)]
+    taken = {id(parameter) for parameter in muon}
+    rest = [parameter for _, parameter in named if id(parameter) not in taken]
+    optimizers: dict[str, Optimizer] = {}
+    if muon:
+        kernel = Float32Muon if muon[0].device.type == "cpu" else Muon
+        optimizers["muon"] = kernel(
+            muon,
+            lr=config.learning_rate,
+            weight_decay=config.weight_decay,
+            momentum=config.momentum,
+            adjust_lr_fn="match_rms_adamw",
+        )
+    groups = [
+        {"params": [parameter for parameter in rest if parameter.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [parameter for parameter in rest if parameter.ndim < 2], "weight_decay": 0.0},
+    ]
+    if rest:
+        filled = [group for group in groups if group["params"]]
+        optimizers["adamw"] = AdamW(filled, lr=config.learning_rate, betas=config.betas, fused=True)
+    return optimizers
+
+
+def set_learning_rate(optimizers: Mapping[str, Optimizer], learning_rate: float) -> None:
+    """Set the rate of every group before a step."""
+    for optimizer in optimizers.values():
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+
+
+def schedule_factor(
+    schedule: ScheduleName, step: int, total_steps: int, *, warmup_ratio: float, decay_ratio: float = 0.2
+) -> float:
+    """Share of the peak learning rate at optimizer step `step` (from 0) of `total_steps`.
+
+    Warm-up rises linearly over the first ceil(warmup_ratio * total_steps) steps and reaches 1 at its last one. Then:
+    linear falls to 0 at `total_steps`, cosine likewise along half a period, constant stays at 1, wsd stays at 1 and
+    falls linearly over the last ceil(decay_ratio * total_steps) steps.
+    """
+    warmup = math.ceil(warmup_ratio * total_steps)
+    if step < warmup:
+        return (step + 1) / warmup
+    if schedule == "constant":
+        return 1.0
+    first = warmup
+    if schedule == "wsd":
+        first = max(warmup, total_steps - math.ceil(decay_ratio * total_steps))
+    if step < first:
+        return 1.0
+    progress = (step - first) / max(total_steps - first, 1)
+    return (1 + math.cos(math.pi * progress)) / 2 if schedule == "cosine" else 1 - progress
+
+
+def learning_rate_at(config: TrainConfig, step: int, total_steps: int) -> float:
+    """Learning rate of optimizer step `step` (from 0)."""
+    factor = schedule_factor(
+        config.schedule, step, total_steps, warmup_ratio=config.warmup_ratio, decay_ratio=config.decay_ratio
+    )
+    return config.learning_rate * factor
+
+
+def clip_gradients(parameters: Iterable[Tensor], clip_norm: float) -> float:
+    """Scale gradients so that their joint L2 norm is at most `clip_norm`; returns the norm before that."""
+    return float(nn.utils.clip_grad_norm_(parameters, clip_norm))

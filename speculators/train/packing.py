@@ -1,0 +1,64 @@
+"""Which documents share a row: best fit, decreasing, inside a shuffled window.
+
+A document is never split over rows; one longer than a row is cut. The plan of an epoch is a function of the lengths,
+the seed and the epoch alone, so that a position in it (epoch, step) says everything a resumed run needs to know.
+"""
+
+import random
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PackingPlan:
+    """The rows of one epoch; `rows[r]` lists the documents of row r in their order, `filled[r]` counts its tokens."""
+
+    rows: list[list[int]]
+    filled: list[int]
+    row_length: int
+
+    @property
+    def utilisation(self) -> float:
+        """Share of the rows' positions that hold a token."""
+        return sum(self.filled) / (self.row_length * len(self.rows)) if self.rows else 0.0
+
+
+def plan_rows(lengths: Sequence[int], row_length: int, *, seed: int, epoch: int, window: int) -> PackingPlan:
+    """Packs every document once.
+
+    Documents are shuffled over the whole set, taken `window` at a time, longest first, each put into the row of that
+    window with the least room that still holds it; then the rows of all windows are shuffled.
+    """
+    shuffler = random.Random(f"{seed}/{epoch}")
+    order = list(range(len(lengths)))
+    shuffler.shuffle(order)
+    rows: list[list[int]] = []
+    for first in range(0, len(order), window):
+        rows.extend(_best_fit(order[first : first + window], lengths, row_length))
+    shuffler.shuffle(rows)
+    filled = [sum(min(lengths[document], row_length) for document in row) for row in rows]
+    return PackingPlan(rows, filled, row_length)
+
+
+def _best_fit(documents: list[int], lengths: Sequence[int], row_length: int) -> list[list[int]]:
+    """Rows of one window; ties between documents go by their shuffled order, ties between rows to the older row."""
+    rows: list[list[int]] = []
+    room: list[tuple[int, int]] = []
+    for document in sorted(documents, key=lambda index: -min(lengths[index], row_length)):
+        length = min(lengths[document], row_length)
+        slot = bisect_left(room, (length, -1))
+        if slot == len(room):
+            rows.append([document])
+            insort(room, (row_length - length, len(rows) - 1))
+        else:
+            left, row = room.pop(slot)
+            rows[row].append(document)
+            insort(room, (left - length, row))
+    return rows
+
+
+def split_steps(num_rows: int, rows_per_step: int, accumulation: int) -> list[list[list[int]]]:
+    """Row numbers of every forward pass of every optimizer step, `[step][pass][row]`; the last step may be short."""
+    passes = [list(range(first, min(first + rows_per_step, num_rows))) for first in range(0, num_rows, rows_per_step)]
+    return [passes[first : first + accumulation] for first in range(0, len(passes), accumulation)]

@@ -1,0 +1,361 @@
+"""The stages of a recipe. Each can be run alone, goes on where it stopped, and is skipped once it is complete."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from speculators.errors import UsageError, VerifierError
+from speculators.extract import run as extraction
+from speculators.extract.conversations import read_conversations
+from speculators.extract.fingerprint import verifier_directory
+from speculators.extract.prepared import DRAFT_VOCAB, PreparedData, read_draft_vocab
+from speculators.extract.regenerate import RegenerateOptions
+from speculators.extract.store import HiddenStatesStore
+from speculators.formats.card import write_card
+from speculators.formats.config import SpeculatorConfig
+from speculators.formats.files import write_text
+from speculators.formats.hub import is_local, resolve
+from speculators.formats.verifier_weights import load_verifier_weights
+from speculators.models.draft_model import DraftModel
+from speculators.models.family import VerifierShape
+from speculators.models.losses import VerifierHead
+from speculators.models.speculator import Speculator
+from speculators.runtime.engine import EngineLimits
+from speculators.runtime.evaluate import EvaluateOptions, evaluate, plot_report, report_table, write_report
+from speculators.runtime.fetch import COMPLETE, FETCHERS, FOLDER, cache_folder, fetch_verifier
+from speculators.runtime.llm import LLM
+from speculators.runtime.sampling import SamplingParams
+from speculators.runtime.verifier import Verifier
+from speculators.train.dataset import Rows, split_rows
+from speculators.train.journal import Journal, file_digest
+from speculators.train.loop import TrainingTask, TrainResult, train
+from speculators.train.metrics import draw_curves
+
+if TYPE_CHECKING:
+    from speculators.train.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Where a run writes."""
+
+    out: Path
+
+    @property
+    def conversations(self) -> Path:
+        """The verifier's answers, JSON lines."""
+        return self.out / "conversations.jsonl"
+
+    @property
+    def prepared(self) -> Path:
+        """Token ids and loss masks."""
+        return self.out / "prepared"
+
+    @property
+    def states(self) -> Path:
+        """The hidden-states store."""
+        return self.out / "states"
+
+    @property
+    def training(self) -> Path:
+        """How the training ended: steps, tokens, tokens per second, the checkpoint that was chosen."""
+        return self.out / "training.json"
+
+    @property
+    def speculator(self) -> Path:
+        """The finished speculator."""
+        return self.out / "speculator"
+
+    def evaluation(self, name: str, alone: bool) -> Path:
+        """The measurement on one file of prompts."""
+        return self.out / ("evaluation.json" if alone else f"evaluation_{name}.json")
+
+
+class Run:
+    """One execution of a recipe; `progress` shows bars and tables on standard error."""
+
+    def __init__(self, recipe: Recipe, *, progress: bool = True) -> None:
+        self.recipe = recipe
+        self.progress = progress
+        self.outputs = Outputs(Path(recipe.out))
+        self.journal = Journal(self.outputs.out)
+
+    def run(self, stages: Sequence[str]) -> None:
+        """Run some stages in their order."""
+        console = Console(stderr=True, quiet=not self.progress)
+        write_text(self.outputs.out / "recipe.json", json.dumps(self.recipe.model_dump(mode="json"), indent=2) + "\n")
+        for name in STAGES:
+            if name in stages:
+                before = self.journal.timings().get(name)
+                worked = STAGES[name](self)
+                seconds = self.journal.timings().get(name, 0.0)
+                what = f"{seconds:.0f} s" if worked else "complete already" if before is not None else "nothing to do"
+                console.print(f"{name}: {what}", highlight=False)
+
+    def plan(self, stages: Sequence[str]) -> dict[str, Any]:
+        """The resolved settings; of the verifier its config.json alone is read, where it is on this machine."""
+        resolved = None
+        if self.verifier_here is not None:
+            resolved = self.speculator_config.to_json()
+        settings = self.recipe.model_dump(mode="json")
+        return {"stages": list(stages), "recipe": settings, "speculator": resolved}
+
+    @cached_property
+    def verifier_here(self) -> Path | None:
+        """The verifier's folder where it needs no download."""
+        name = self.recipe.verifier
+        if Path(name).expanduser().is_dir():
+            return Path(name).expanduser().resolve()
+        if name in FETCHERS:
+            fetched = cache_folder() / "verifiers" / FOLDER
+            return fetched.resolve() if (fetched / COMPLETE).is_file() else None
+        return None
+
+    @cached_property
+    def verifier(self) -> str:
+        """What the verifier is loaded by: an absolute folder, or a hub id."""
+        if self.verifier_here is None and self.recipe.verifier in FETCHERS:
+            return str(fetch_verifier(self.recipe.verifier).resolve())
+        if self.verifier_here is None and is_local(self.recipe.verifier):
+            raise VerifierError(f"verifier {self.recipe.verifier!r} is no folder; check the path in the recipe")
+        return str(self.verifier_here or self.recipe.verifier)
+
+    @cached_property
+    def speculator_config(self) -> SpeculatorConfig:
+        """The draft's options, completed with the verifier's shape."""
+        directory = self.verifier_here or verifier_directory(self.verifier)
+        name = str(directory) if self.verifier_here is not None else self.verifier
+        try:
+            shape = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise VerifierError(f"the config.json of verifier {name!r} cannot be read: {error}") from error
+        options: Any = self.recipe.draft
+        config: SpeculatorConfig = options.resolve(VerifierShape.from_config_dict(shape, name))
+        return config
+
+    @property
+    def draft_vocab_size(self) -> int | None:
+        """Tokens of a reduced draft vocabulary; None where the draft has the verifier's."""
+        spec = self.speculator_config.expected_tensors().get("d2t")
+        return None if spec is None else spec.shape[0]
+
+    @property
+    def conversation_files(self) -> list[Path]:
+        """What the rows are made of."""
+        if self.recipe.regenerate.prompts:
+            return [self.outputs.conversations]
+        return [Path(name) for name in self.recipe.data.train]
+
+
+def regenerate(run: Run) -> bool:
+    """Prompts to conversations by the verifier."""
+    options = run.recipe.regenerate
+    if not options.prompts:
+        return False
+    prompts = [Path(name) for name in options.prompts]
+    inputs = {
+        "verifier": run.verifier,
+        "prompts": [file_digest(path) for path in prompts],
+        **options.model_dump(mode="json", exclude={"prompts", "max_num_seqs"}),
+    }
+    with run.journal.stage("regenerate", inputs, [run.outputs.conversations]) as due:
+        if due:
+            how = RegenerateOptions(
+                max_new_tokens=options.max_new_tokens,
+                temperatures=options.temperatures,
+                seed=options.seed,
+                limit=options.limit,
+            )
+            extraction.regenerate(
+                run.verifier,
+                prompts,
+                run.outputs.conversations,
+                how,
+                progress=run.progress,
+                dtype=options.dtype,
+                max_num_seqs=options.max_num_seqs,
+            )
+    return due
+
+
+def prepare_data(run: Run) -> bool:
+    """Conversations to rows and, where the draft's vocabulary is reduced, the tokens that it keeps."""
+    options = run.recipe.data
+    files = run.conversation_files
+    inputs = {
+        "verifier": run.verifier,
+        "files": [file_digest(path) for path in files],
+        "draft_vocab_size": run.draft_vocab_size,
+        **options.model_dump(mode="json", exclude={"train", "validation_rows"}),
+    }
+    with run.journal.stage("prepare-data", inputs, [run.outputs.prepared]) as due:
+        if due:
+            how = extraction.PrepareOptions(
+                max_length=options.max_length,
+                turns=options.turns,
+                template_options=options.template_options,
+                limit=options.limit,
+                draft_vocab_size=run.draft_vocab_size,
+            )
+            extraction.prepare(run.verifier, files, run.outputs.prepared, how, progress=run.progress)
+    return due
+
+
+def extract(run: Run) -> bool:
+    """Rows to the verifier's hidden states."""
+    options, layers = run.recipe.extract, run.speculator_config.aux_layer_ids
+    inputs = {
+        "verifier": run.verifier,
+        "rows": PreparedData(run.outputs.prepared).rows_hash,
+        "layers": layers,
+        **options.model_dump(mode="json"),
+    }
+    with run.journal.stage("extract", inputs, [run.outputs.states]) as due:
+        if due:
+            how = extraction.ExtractOptions(
+                dtype=options.dtype, store_dtype=options.store_dtype, batch_tokens=options.batch_tokens
+            )
+            where = run.outputs
+            extraction.extract(run.verifier, where.prepared, where.states, layers, how, progress=run.progress)
+    return due
+
+
+def train_draft(run: Run) -> bool:
+    """Hidden states to a speculator: the best checkpoint by acceptance length."""
+    recipe, outputs, config = run.recipe, run.outputs, run.speculator_config
+    store = HiddenStatesStore.open(outputs.states, aux_layer_ids=config.aux_layer_ids)
+    identity = {"verifier": store.identity.verifier_fingerprint, "rows": store.identity.rows_hash}
+    settings = {
+        "speculator": config.to_json(),
+        "objective": recipe.objective.model_dump(mode="json"),
+        "store": {**identity, "layers": list(store.identity.layer_ids), "dtype": store.identity.dtype},
+        "validation_rows": recipe.data.validation_rows,
+    }
+    inputs = {**settings, "train": recipe.train.model_dump(mode="json")}
+    with run.journal.stage("train", inputs, [outputs.speculator, outputs.training]) as due:
+        if due:
+            training, validation = split_rows(store, recipe.data.validation_rows, seed=recipe.train.seed)
+            weights = load_verifier_weights(resolve(run.verifier))
+            vocab = None if run.draft_vocab_size is None else read_draft_vocab(outputs.prepared / DRAFT_VOCAB)
+            speculator = Speculator.create(config, weights, vocab, seed=recipe.train.seed)
+            objective: Any = recipe.objective
+            task = TrainingTask(
+                draft=speculator.draft,
+                objective=objective,
+                verifier_head=VerifierHead.from_weights(weights),
+                samples=training,
+                validation=validation,
+                measure=_measurement(run, config, validation),
+                settings=settings,
+            )
+            result = train(task, recipe.train, outputs.out, show_progress=run.progress)
+            speculator.save_pretrained(outputs.speculator)
+            draw_curves(outputs.out / "metrics.jsonl", outputs.out / "curves.png")
+            write_text(outputs.training, json.dumps(_summary(result, len(training)), indent=2) + "\n")
+    return due
+
+
+def evaluate_speculator(run: Run) -> bool:
+    """The speculator's acceptance, speed and identity on held-out prompts."""
+    options, outputs = run.recipe.evaluate, run.outputs
+    alone = len(options.data) == 1
+    worked = False
+    for name, file in options.data.items():
+        report = outputs.evaluation(name, alone)
+        inputs = {
+            "verifier": run.verifier,
+            "speculator": [file_digest(path) for path in sorted(outputs.speculator.glob("*.safetensors"))],
+            "prompts": file_digest(Path(file)),
+            **options.model_dump(mode="json", exclude={"data"}),
+        }
+        with run.journal.stage("evaluate" if alone else f"evaluate-{name}", inputs, [report]) as due:
+            if due:
+                _evaluate_on(run, Path(file), report)
+        worked = worked or due
+    return worked
+
+
+def _evaluate_on(run: Run, prompts: Path, report: Path) -> None:
+    options = run.recipe.evaluate
+    rows = read_conversations(prompts, options.limit)
+    conversations = [[*row.system_messages, {"role": "user", "content": row.user_turns[0]}] for row in rows]
+    verifier = Verifier.from_pretrained(run.verifier, dtype=options.dtype)
+    speculator = Speculator.from_pretrained(run.outputs.speculator)
+    how = EvaluateOptions(
+        num_speculative_tokens=options.num_speculative_tokens,
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+    )
+    name = str(run.outputs.speculator)
+    found = evaluate(verifier, speculator, conversations, how, speculator_name=name, show=run.progress)
+    plot_report(found, report.with_suffix(".png"))
+    write_report(found, report)
+    Console(stderr=True, quiet=not run.progress).print(report_table(found))
+
+
+def write_model_card(run: Run) -> bool:
+    """The measured numbers as README.md of the speculator."""
+    outputs, names = run.outputs, run.recipe.evaluate.data
+    files = {name: outputs.evaluation(name, len(names) == 1) for name in names}
+    missing = next((path for path in files.values() if not path.exists()), None)
+    if missing is not None:
+        raise UsageError(f"{missing} is not there; run the stage evaluate before the stage card")
+    inputs = {"evaluations": {name: file_digest(path) for name, path in files.items()}}
+    inputs["training"] = {"training.json": file_digest(outputs.training)}
+    with run.journal.stage("card", inputs, [outputs.speculator / "README.md"]) as due:
+        if due:
+            found = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in files.items()}
+            training = json.loads(outputs.training.read_text(encoding="utf-8"))
+            write_card(outputs.speculator, run.speculator_config, found, training)
+    return due
+
+
+STAGES: Mapping[str, Callable[[Run], bool]] = {
+    "regenerate": regenerate,
+    "prepare-data": prepare_data,
+    "extract": extract,
+    "train": train_draft,
+    "evaluate": evaluate_speculator,
+    "card": write_model_card,
+}
+
+
+def _measurement(run: Run, config: SpeculatorConfig, validation: Rows) -> Callable[[DraftModel], float] | None:
+    """Decode the prompts of the first validation rows with a draft, greedily, through the loop that serves."""
+    options = run.recipe.train
+    prompts = [prompt for row in range(len(validation)) if (prompt := validation.prompt(row))]
+    prompts = prompts[: options.measure_prompts]
+    if not prompts:
+        return None
+    verifier = Verifier.from_pretrained(run.verifier)
+    room = min(verifier.max_length or 2**31, max(map(len, prompts)) + options.measure_tokens)
+    limits = EngineLimits(max_num_seqs=min(len(prompts), 8), max_model_len=room)
+    sampling = SamplingParams(temperature=0.0, max_tokens=options.measure_tokens)
+
+    def measure(draft: DraftModel) -> float:
+        llm = LLM.from_parts(verifier, Speculator(config, draft), limits=limits)
+        llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+        assert llm.stats is not None
+        return llm.stats.acceptance_length
+
+    return measure
+
+
+def _summary(result: TrainResult, num_rows: int) -> dict[str, Any]:
+    return {
+        "rows": num_rows,
+        "optimizer_steps": result.steps,
+        "trained_tokens": result.tokens,
+        "tokens_per_second": result.tokens_per_second,
+        "row_utilisation": result.utilisation,
+        "chosen_step": result.chosen.step,
+        "measured_acceptance_length": result.chosen.scores.get("acceptance"),
+        "loss": result.chosen.scores.get("loss"),
+    }

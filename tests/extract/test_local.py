@@ -1,0 +1,165 @@
+"""Extraction: the states are the verifier's own, whatever the batch, and an interruption costs one shard."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from speculators.errors import StoreError
+from speculators.extract.fingerprint import verifier_fingerprint
+from speculators.extract.local import batches_by_length, extract_rows
+from speculators.extract.prepared import PreparedData
+from speculators.extract.run import ExtractOptions, extract, prepare
+from speculators.extract.store import HiddenStatesStore, StoreIdentity, StoreWriter, shard_name
+from speculators.runtime.verifier import Verifier
+from tests.tiny_models import SENTENCES, make_verifier
+
+AUX = (2, 4, 5)
+EXACT = ExtractOptions(dtype="float32", store_dtype="float32", batch_tokens=100, shard_bytes=120 * 4 * 64 * 4)
+
+
+@pytest.fixture
+def prepared(tmp_path: Path, tiny_verifier: Path) -> PreparedData:
+    path = tmp_path / "data.jsonl"
+    with path.open("w") as stream:
+        for i in range(9):
+            question, answer = SENTENCES[i % 6][: 8 + 7 * i], SENTENCES[(i + 2) % 6][: 60 - 6 * i]
+            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            stream.write(json.dumps({"messages": messages}) + "\n")
+    return prepare(tiny_verifier, path, tmp_path / "prepared", progress=False)
+
+
+def identity_of(verifier: Path, prepared: PreparedData, dtype: str = "float32") -> StoreIdentity:
+    return StoreIdentity(
+        str(verifier), verifier_fingerprint(verifier), AUX, 8, 64, dtype, prepared.template_hash, prepared.rows_hash
+    )
+
+
+def check(store: HiddenStatesStore, verifier: Path, prepared: PreparedData) -> None:
+    """Every row against transformers' own hidden states of the row alone, and its logits rebuilt from the last one."""
+    model = AutoModelForCausalLM.from_pretrained(verifier, dtype=torch.float32)
+    assert list(store.lengths) == list(prepared.lengths)
+    for number in range(len(store)):
+        ids, mask = prepared[number]
+        sample = store[number]
+        assert torch.equal(sample.input_ids, ids)
+        assert torch.equal(sample.loss_mask, mask)
+        with torch.no_grad():
+            output = model(ids[None], output_hidden_states=True)
+            logits = model.lm_head(model.model.norm(sample.last_hidden_states))
+        for place, layer in enumerate(AUX):
+            torch.testing.assert_close(
+                sample.aux_hidden_states[:, place], output.hidden_states[layer][0], atol=1e-4, rtol=1e-4
+            )
+        torch.testing.assert_close(logits, output.logits[0], atol=1e-4, rtol=1e-4)
+
+
+def test_states_are_the_verifiers_own(tmp_path: Path, tiny_verifier: Path, prepared: PreparedData) -> None:
+    store = extract(tiny_verifier, prepared.directory, tmp_path / "store", AUX, EXACT, progress=False)
+    assert len(list((tmp_path / "store").glob("shard-*"))) > 2
+    check(store, tiny_verifier, prepared)
+
+
+def test_storage_rounds_and_nothing_else(tmp_path: Path, tiny_verifier: Path, prepared: PreparedData) -> None:
+    exact = extract(tiny_verifier, prepared.directory, tmp_path / "exact", AUX, EXACT, progress=False)
+    options = ExtractOptions(dtype="float32", batch_tokens=100, shard_bytes=120 * 4 * 64 * 4)
+    rounded = extract(tiny_verifier, prepared.directory, tmp_path / "rounded", AUX, options, progress=False)
+    for number in range(len(exact)):
+        # Shards differ in size, hence batches, hence the last bits before rounding.
+        torch.testing.assert_close(
+            rounded[number].last_hidden_states.float(), exact[number].last_hidden_states, atol=1e-4, rtol=2**-8
+        )
+
+
+class InterruptedVerifier(Verifier):
+    """The verifier with a user who presses Ctrl-C at its n-th pass."""
+
+    passes_left = 3
+
+    def capture(self, token_ids: Sequence[Sequence[int]], layer_ids: Sequence[int]) -> list[Tensor]:
+        if self.passes_left == 0:
+            raise KeyboardInterrupt
+        self.passes_left -= 1
+        return super().capture(token_ids, layer_ids)
+
+
+def test_an_interruption_keeps_finished_shards(tmp_path: Path, tiny_verifier: Path, prepared: PreparedData) -> None:
+    directory = tmp_path / "store"
+    verifier = InterruptedVerifier.from_pretrained(tiny_verifier, dtype="float32")
+    writer = StoreWriter(
+        directory, identity_of(tiny_verifier, prepared), prepared.lengths, shard_bytes=EXACT.shard_bytes
+    )
+    with pytest.raises(KeyboardInterrupt), writer:
+        extract_rows(verifier, prepared, writer, batch_tokens=100, progress=False)
+    finished = {path.name: path.stat().st_mtime_ns for path in directory.glob("shard-*")}
+    assert finished
+    with pytest.raises(StoreError, match="is unfinished"):
+        HiddenStatesStore.open(directory)
+    store = extract(tiny_verifier, prepared.directory, directory, AUX, EXACT, progress=False)
+    for name, stamp in finished.items():
+        assert (directory / name).stat().st_mtime_ns == stamp
+    assert len(list(directory.glob("shard-*"))) > len(finished)
+    check(store, tiny_verifier, prepared)
+
+
+def test_a_finished_store_is_opened_without_the_verifiers_weights(tmp_path: Path, prepared: PreparedData) -> None:
+    verifier = make_verifier(tmp_path / "verifier")
+    first = extract(verifier, prepared.directory, tmp_path / "store", AUX, EXACT, progress=False)
+    stamps = [path.stat().st_mtime_ns for path in sorted(first.directory.iterdir())]
+    extract(verifier, prepared.directory, tmp_path / "store", AUX, EXACT, progress=False)
+    assert [path.stat().st_mtime_ns for path in sorted(first.directory.iterdir())] == stamps
+    (first.directory / shard_name(1)).unlink()
+    store = extract(verifier, prepared.directory, tmp_path / "store", AUX, EXACT, progress=False)
+    check(store, verifier, prepared)
+
+
+def test_another_verifier_layer_set_or_template_is_refused(
+    tmp_path: Path, tiny_verifier: Path, tied_verifier: Path, prepared: PreparedData
+) -> None:
+    directory = tmp_path / "store"
+    extract(tiny_verifier, prepared.directory, directory, AUX, EXACT, progress=False)
+    with pytest.raises(StoreError, match=r"made for verifier fingerprint .* \(made with .*verifier.*\), now"):
+        extract(tied_verifier, prepared.directory, directory, AUX, EXACT, progress=False)
+    with pytest.raises(StoreError, match=r"aux layer ids \[2, 4, 5\], now \[2, 4, 6\]"):
+        extract(tiny_verifier, prepared.directory, directory, (6, 4, 2), EXACT, progress=False)
+    other = tmp_path / "other"
+    shutil.copytree(tiny_verifier, other)
+    template = other / "chat_template.jinja"
+    template.write_text("A talk.\n" + template.read_text())
+    with pytest.raises(StoreError, match="was prepared with the chat template"):
+        extract(other, prepared.directory, directory, AUX, EXACT, progress=False)
+    data = tmp_path / "data.jsonl"
+    again = prepare(other, data, tmp_path / "prepared_by_other", progress=False)
+    with pytest.raises(StoreError, match="template hash"):
+        extract(other, again.directory, directory, AUX, EXACT, progress=False)
+
+
+def test_the_fingerprint_is_of_weights_and_architecture(tmp_path: Path, tiny_verifier: Path) -> None:
+    first = verifier_fingerprint(tiny_verifier)
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny_verifier, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "transformers_version": "9", "_name_or_path": "x"}))
+    assert verifier_fingerprint(copy) == first
+    (copy / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-6}))
+    assert verifier_fingerprint(copy) != first
+    assert verifier_fingerprint(make_verifier(tmp_path / "seed", seed=5)) != first
+
+
+@pytest.mark.parametrize("budget", [1, 10, 64, 1000])
+def test_batches_hold_every_row_once_within_their_budget(budget: int) -> None:
+    lengths = [3, 9, 1, 4, 4, 2, 12, 5, 30]
+    batches = list(batches_by_length(lengths, budget))
+    assert sorted(row for batch in batches for row in batch) == list(range(len(lengths)))
+    for batch in batches:
+        assert len(batch) == 1 or len(batch) * max(lengths[row] for row in batch) <= budget
+
+
+def test_no_tokens_a_pass_is_refused(tiny_verifier: Path, tmp_path: Path, prepared: PreparedData) -> None:
+    with pytest.raises(StoreError, match="batch_tokens is 0"):
+        extract(tiny_verifier, prepared.directory, tmp_path / "s", AUX, ExtractOptions(batch_tokens=0), progress=False)

@@ -1,0 +1,154 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from speculators.errors import TrainingError
+from speculators.train.config import TrainConfig
+from speculators.train.optim import (
+    Float32Muon,
+    build_optimizers,
+    clip_gradients,
+    learning_rate_at,
+    orthogonalise,
+    schedule_factor,
+    set_learning_rate,
+)
+
+
+def test_warm_up_reaches_the_peak_at_its_last_step() -> None:
+    factors = [schedule_factor("constant", step, 20, warmup_ratio=0.2) for step in range(20)]
+    assert factors == [0.25, 0.5, 0.75, 1.0] + [1.0] * 16
+
+
+def test_linear_falls_to_zero_behind_the_last_step() -> None:
+    factors = [schedule_factor("linear", step, 12, warmup_ratio=1 / 6) for step in range(13)]
+    assert factors == pytest.approx([0.5, 1.0, *(1 - done / 10 for done in range(11))])
+
+
+def test_cosine_is_half_a_period() -> None:
+    factors = [schedule_factor("cosine", step, 8, warmup_ratio=0.0) for step in range(9)]
+    assert factors == pytest.approx([(1 + math.cos(math.pi * step / 8)) / 2 for step in range(9)])
+    assert factors[4] == pytest.approx(0.5)
+
+
+def test_wsd_is_flat_then_falls_over_its_share_of_the_steps() -> None:
+    factors = [schedule_factor("wsd", step, 20, warmup_ratio=0.1, decay_ratio=0.25) for step in range(20)]
+    assert factors == pytest.approx([0.5, 1.0, *[1.0] * 13, 1.0, 0.8, 0.6, 0.4, 0.2])
+
+
+def test_the_rate_is_the_peak_times_the_factor() -> None:
+    config = TrainConfig(learning_rate=3e-3, schedule="linear", warmup_ratio=0.0)
+    assert learning_rate_at(config, 5, 10) == pytest.approx(1.5e-3)
+
+
+def test_norms_and_vectors_get_no_weight_decay() -> None:
+    layer = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
+    config = TrainConfig(learning_rate=0.1, weight_decay=0.5)
+    optimizers = build_optimizers(layer.named_parameters(), config)
+    assert list(optimizers) == ["adamw"]
+    before = {name: value.detach().clone() for name, value in layer.named_parameters()}
+    for parameter in layer.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizers["adamw"].step()
+    after = dict(layer.named_parameters())
+    torch.testing.assert_close(after["0.weight"].detach(), before["0.weight"] * (1 - 0.1 * 0.5))
+    for name in ("0.bias", "1.weight", "1.bias"):
+        assert torch.equal(after[name], before[name])
+
+
+def test_a_frozen_parameter_is_left_out_and_nothing_to_train_is_an_error() -> None:
+    layer = nn.Linear(3, 2)
+    layer.weight.requires_grad_(False)
+    optimizers = build_optimizers(layer.named_parameters(), TrainConfig())
+    assert [len(group["params"]) for group in optimizers["adamw"].param_groups] == [1]
+    layer.bias.requires_grad_(False)
+    with pytest.raises(TrainingError, match="no trainable parameter"):
+        build_optimizers(layer.named_parameters(), TrainConfig())
+
+
+def test_parameters_in_bfloat16_are_refused() -> None:
+    # A step below 2^-9 of a bfloat16 weight of 1 rounds back to 1, so that norms would never move.
+    layer = nn.Linear(3, 2).to(torch.bfloat16)
+    with pytest.raises(TrainingError, match=r"weight is not float32"):
+        build_optimizers(layer.named_parameters(), TrainConfig())
+
+
+def test_a_norm_moves_at_a_small_rate() -> None:
+    norm = nn.RMSNorm(4)
+    optimizers = build_optimizers(norm.named_parameters(), TrainConfig(learning_rate=1e-4))
+    for _ in range(100):
+        norm.weight.grad = torch.ones(4)
+        optimizers["adamw"].step()
+    torch.testing.assert_close(norm.weight.detach(), torch.full((4,), 1 - 100 * 1e-4), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (6, 11), (13, 5)])
+def test_orthogonalise_keeps_the_singular_vectors_and_evens_the_values(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    matrix = torch.randn(shape, dtype=torch.float64)
+    result = orthogonalise(matrix, (3.4445, -4.775, 2.0315), 5, 1e-7)
+    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    rotated = left.T @ result @ right.T
+    torch.testing.assert_close(rotated, torch.diag(rotated.diagonal()), rtol=0, atol=1e-9)
+    # The scalar iteration s -> a s + b s^3 + c s^5, applied five times to the normalised singular values.
+    expected = values / values.norm()
+    for _ in range(5):
+        expected = 3.4445 * expected - 4.775 * expected**3 + 2.0315 * expected**5
+    torch.testing.assert_close(rotated.diagonal(), expected)
+
+
+def test_float32_muon_follows_torch_muon_up_to_its_bfloat16_rounding() -> None:
+    torch.manual_seed(0)
+    start = torch.randn(12, 20)
+    ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    options = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9, "adjust_lr_fn": "match_rms_adamw"}
+    optimizers = [(ours, Float32Muon([ours], **options)), (theirs, torch.optim.Muon([theirs], **options))]
+    for _ in range(4):
+        gradient = torch.randn(12, 20)
+        for parameter, optimizer in optimizers:
+            parameter.grad = gradient.clone()
+            optimizer.step()
+    moved = (theirs - start).norm()
+    assert (ours - theirs).norm() < 0.02 * moved
+    for (parameter, optimizer), (_, other) in zip(optimizers, reversed(optimizers), strict=True):
+        assert set(optimizer.state[parameter]) == {"momentum_buffer"}
+        assert set(optimizer.state_dict()["param_groups"][0]) == set(other.state_dict()["param_groups"][0])
+
+
+def test_muon_takes_the_matrices_and_adamw_the_rest() -> None:
+    class Draft(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed_tokens = nn.Embedding(7, 4)
+            self.fc = nn.Linear(4, 4)
+            self.lm_head = nn.Linear(4, 7, bias=False)
+
+    draft = Draft()
+    optimizers = build_optimizers(draft.named_parameters(), TrainConfig(optimizer="muon", weight_decay=0.1))
+    names = {id(parameter): name for name, parameter in draft.named_parameters()}
+    taken = {
+        kind: {names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]}
+        for kind, optimizer in optimizers.items()
+    }
+    assert taken == {"muon": {"fc.weight"}, "adamw": {"embed_tokens.weight", "lm_head.weight", "fc.bias"}}
+    set_learning_rate(optimizers, 0.25)
+    assert {group["lr"] for optimizer in optimizers.values() for group in optimizer.param_groups} == {0.25}
+
+
+def test_muon_moves_a_matrix_by_the_rms_of_an_adamw_step() -> None:
+    torch.manual_seed(1)
+    parameter = nn.Parameter(torch.zeros(64, 96))
+    optimizer = build_optimizers([("fc.weight", parameter)], TrainConfig(optimizer="muon", learning_rate=0.01))["muon"]
+    parameter.grad = torch.randn(64, 96)
+    optimizer.step()
+    # 0.2 sqrt(96) times a semi-orthogonal 64 x 96 matrix, whose RMS is 1 / sqrt(96): 0.2 of the rate.
+    assert parameter.pow(2).mean().sqrt().item() == pytest.approx(0.01 * 0.2, rel=0.15)
+
+
+def test_clip_scales_to_the_norm_and_tells_what_it_was() -> None:
+    parameter = nn.Parameter(torch.zeros(4))
+    parameter.grad = torch.tensor([3.0, 4.0, 0.0, 0.0])
+    assert clip_gradients([parameter], 1.0) == pytest.approx(5.0)
+    torch.testing.assert_close(parameter.grad, torch.tensor([0.6, 0.8, 0.0, 0.0]), rtol=1e-5, atol=1e-6)

@@ -1,0 +1,118 @@
+"""Referee: real vLLM and our runtime decode the same prompts with the same speculator directory, greedy, in float32.
+
+Passes when vLLM's outputs with drafts equal its own without, and its counts of accepted drafts equal ours, position by
+position. Both get the same token ids, so that no tokenizer stands between them; vLLM gets the directory unmodified.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from speculators import LLM, SamplingParams
+
+HERE = Path(__file__).resolve().parent
+
+
+def read_prompts(path: Path) -> list[str]:
+    with path.open(encoding="utf-8") as lines:
+        return [json.loads(line)["prompt"] for line in lines]
+
+
+def first_difference(left: list[int], right: list[int]) -> int | None:
+    if left == right:
+        return None
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(left), len(right)))
+
+
+def ask_vllm(python: Path, speculator: Path, request: dict) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        question, answer = Path(folder, "request.json"), Path(folder, "answer.json")
+        question.write_text(json.dumps(request), encoding="utf-8")
+        # Without what pytest or a shell set for us: the other environment finds its own packages and threads.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "OMP_"))}
+        script = HERE / "generate_with_vllm.py"
+        subprocess.run([python, script, speculator, question, answer], check=True, env=environment, cwd=folder)
+        return json.loads(answer.read_text(encoding="utf-8"))
+
+
+def ask_ours(llm: LLM, request: dict) -> dict:
+    sampling = SamplingParams(temperature=0.0, max_tokens=request["max_tokens"])
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in request["prompts"]], sampling)
+    stats = [output.outputs[0].spec_decode_metrics.stats for output in outputs]
+    return {
+        "num_drafts": sum(one.num_drafts for one in stats),
+        "num_draft_tokens": sum(one.num_draft_tokens for one in stats),
+        "accepted_per_position": [
+            sum(counts) for counts in zip(*(one.accepted_per_position for one in stats), strict=True)
+        ],
+        "token_ids": [output.outputs[0].token_ids for output in outputs],
+    }
+
+
+def compare(speculator: Path, vllm_python: Path, prompts: list[str], max_tokens: int, max_model_len: int) -> dict:
+    llm = LLM(str(speculator), dtype="float32", max_num_seqs=1, max_model_len=max_model_len)
+    request = {
+        "prompts": [llm.chat_token_ids([{"role": "user", "content": prompt}]) for prompt in prompts],
+        "max_tokens": max_tokens,
+        "max_model_len": max_model_len,
+    }
+    ours = ask_ours(llm, request)
+    answer = ask_vllm(vllm_python, speculator, request)
+    read, drafted, plain = answer["read"], answer["with_drafts"], answer["without_drafts"]
+    theirs = {
+        "num_drafts": read["num_drafts"],
+        "num_draft_tokens": read["num_draft_tokens"],
+        "accepted_per_position": read["num_accepted_tokens_per_pos"],
+    }
+    mine = ours.pop("token_ids")
+    differences = [first_difference(a, b) for a, b in zip(drafted, plain, strict=True)]
+    return {
+        "speculator": str(speculator),
+        "method": read["method"],
+        "num_speculative_tokens": read["num_speculative_tokens"],
+        "num_prompts": len(prompts),
+        "max_tokens": max_tokens,
+        "identical": all(difference is None for difference in differences),
+        "first_difference": differences,
+        "ours_equal_vllm": mine == drafted,
+        "counts_equal": ours == theirs,
+        "ours": ours,
+        "vllm": theirs,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vllm-python", type=Path, required=True)
+    parser.add_argument(
+        "--speculator", type=Path, required=True, help="where this does not exist, a tiny one is trained"
+    )
+    parser.add_argument("--prompts", type=Path, default=HERE / "prompts.jsonl")
+    parser.add_argument("--limit", type=int, default=8)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--max-model-len", type=int, default=512)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    prompts = read_prompts(args.prompts)[: args.limit]
+    speculator = args.speculator
+    if not (speculator / "config.json").is_file():
+        sys.path.insert(0, str(HERE.parent.parent))
+        from tests.vllm.tiny_speculator import train_tiny_speculator
+
+        speculator = train_tiny_speculator(args.out.parent / "vllm_check", args.prompts, args.max_tokens)
+    report = compare(speculator.resolve(), args.vllm_python.absolute(), prompts, args.max_tokens, args.max_model_len)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(report, indent=2))
+    accepted = sum(report["vllm"]["accepted_per_position"])
+    print(f"{accepted} drafts accepted in {report['vllm']['num_drafts']} steps; report in {args.out}")
+    return 0 if report["identical"] and report["counts_equal"] and report["vllm"]["num_drafts"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
