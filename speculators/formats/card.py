@@ -82,7 +82,7 @@ def _usage(name: str, verifier: str) -> str:
         note = f"\n\nThe verifier is found at `{verifier}`; engines need it there."
     return (
         "## Use\n\n"
-        f'```bash\nspeculators generate {name} "{example}"\n'
+        f'```bash\nspeculators generate {name} --chat "{example}"\n'
         f"speculators serve {name} --port 8000\nvllm serve {name}\n```\n\n"
         f"```python\nfrom speculators import LLM, SamplingParams\n\n"
         f'llm = LLM("{name}")\n'
@@ -97,7 +97,8 @@ def _evaluation(title: str, numbers: Mapping[str, Any]) -> str:
     rows += _rows(numbers, (("num_draft_tokens", "draft tokens"), ("num_accepted_tokens", "accepted draft tokens")))
     speed, identity = _block(numbers, "speed"), _block(numbers, "identity")
     rows += _rows(speed, _SPEED)
-    rows += _rows(identity, (("dtype", "dtype of the identity check"), ("identical", "greedy output identical")))
+    if identity.get("identical") is not None:
+        rows += _rows(identity, (("dtype", "dtype of the identity check"), ("identical", "greedy output identical")))
     parts = [f"## Measured: {_plain(title)}", _table(("", ""), rows), _positions(numbers)]
     return "\n\n".join(part for part in parts if part)
 

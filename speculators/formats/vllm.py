@@ -171,10 +171,10 @@ def _repair(candidate: dict[str, Any], error: ValidationError) -> bool:
     for item in error.errors(include_url=False):
         location = item["loc"]
         key = ".".join(str(part) for part in location)
-        if item["type"] == "extra_forbidden":
+        if key.startswith("speculators_config.proposal_methods"):
+            _put(candidate, location[:2], copy.deepcopy(_STAND_INS["speculators_config.proposal_methods"]))
+        elif item["type"] == "extra_forbidden":
             _put(candidate, location, None, remove=True)
-        elif key.startswith("speculators_config.proposal_methods"):
-            _put(candidate, location[:2], _STAND_INS["speculators_config.proposal_methods"])
         elif key in ("speculators_config", "speculators_config.algorithm"):
             _mend_block(candidate)
         elif item["type"] == "contradictions":

@@ -31,8 +31,9 @@ class Head:
     softcap: float | None = None
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., H] -> float32 [..., vocabulary]."""
-        logits = F.linear(hidden, self.weight.to(hidden.dtype)).float()
+        """[..., H] -> [..., vocabulary], in at least float32."""
+        logits = F.linear(hidden, self.weight.to(hidden.dtype))
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.scale != 1.0:
             logits = logits * self.scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
@@ -209,7 +210,7 @@ class _Chunks:
         self.hidden_NH, self.teacher_MH = hidden_NH.to(dtype), work.verifier_hidden_MH.to(dtype)
         self.draft_head, self.verifier_head = work.draft_head.to(dtype), work.verifier_head.to(dtype)
         self.rows_N = work.rows_N.index_select(0, order_N)
-        self.loss_N = hidden_NH.new_empty(len(hidden_NH), dtype=torch.float32)
+        self.loss_N = hidden_NH.new_empty(len(hidden_NH), dtype=torch.promote_types(dtype, torch.float32))
         self.gradient_NH = torch.empty_like(hidden_NH) if differentiable else hidden_NH.new_empty(0)
         self.draft_argmax = torch.empty(len(hidden_NH), dtype=torch.int64, device=device)
         self.verifier_argmax = torch.empty(len(self.teacher_MH), dtype=torch.int64, device=device)

@@ -236,6 +236,12 @@ class _Run:
             found["score_acceptance"] = found["validation_acceptance_length"]
         if self.task.measure is not None:
             found["measured_acceptance_length"] = found["score_acceptance"] = self.task.measure(self.draft)
+            # Masters that were cast even once have lost what distinguishes them from their bfloat16 rounding.
+            for name, parameter in self.parameters.items():
+                if parameter.dtype is not torch.float32:
+                    raise TrainingError(
+                        f"{name} is {parameter.dtype} after the measurement; it must use a copy to cast"
+                    )
         self.draft.train()
         restore_rng(generators)
         return found

@@ -74,6 +74,11 @@ def test_without_measurements_there_are_no_tables() -> None:
     assert "Training" not in text
 
 
+def test_a_check_without_a_verdict_says_nothing() -> None:
+    sampled = EVALUATION | {"identity": {"dtype": "float32", "identical": None, "first_difference": None}}
+    assert "identi" not in model_card(CONFIG, {"sampled": sampled})
+
+
 def test_positions_of_different_length_stay_apart() -> None:
     numbers = {"accepted_per_position": [5, 2], "acceptance_rate_per_position": [0.5]}
     assert table_rows(model_card(CONFIG, {"x": numbers}))["2"] == ["2", ""]
@@ -122,7 +127,7 @@ def test_usage_names_the_repository() -> None:
     text = model_card(CONFIG, repo="me/draft")
     assert "# draft\n" in text
     for command in (
-        "speculators generate me/draft",
+        "speculators generate me/draft --chat",
         "speculators serve me/draft",
         "vllm serve me/draft",
         'LLM("me/draft")',

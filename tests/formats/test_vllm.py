@@ -1,5 +1,6 @@
 """The validator: every fault of a directory, each with its code, and nothing said about a sound one."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -326,12 +327,18 @@ def test_all_faults_of_a_directory_are_named_together(tmp_path: Path) -> None:
 
 
 @settings(deadline=None, max_examples=150)
-@given(st.sampled_from(sorted(paths(CONFIG), key=str)), JSON_VALUES)
+@given(st.lists(st.tuples(st.sampled_from(sorted(paths(CONFIG), key=str)), JSON_VALUES), min_size=1, max_size=4))
+@example(
+    [((*METHODS, 0, "speculative_tokens"), 0), ((*METHODS, 0, "proposal_type"), 1), (METHODS, [{"x": 1}, {"y": 1}])]
+)
 def test_any_configuration_is_judged_without_a_crash(
-    tmp_path_factory: pytest.TempPathFactory, path: tuple[Any, ...], value: Any
+    tmp_path_factory: pytest.TempPathFactory, changes: list[tuple[tuple[Any, ...], Any]]
 ) -> None:
     """Whatever the library refuses has an error here."""
-    config = place(CONFIG, path, value)
+    config = make_config()
+    for path, value in changes:
+        with contextlib.suppress(KeyError, IndexError, TypeError):
+            config = place(config, path, value)
     found = faults_of(write_directory(tmp_path_factory.mktemp("any"), config))
     try:
         Eagle3Config.from_json(json.loads(json.dumps(config, allow_nan=False)))

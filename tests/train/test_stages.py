@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +65,10 @@ def test_a_recipe_leaves_a_speculator_and_its_numbers(finished: Recipe, tiny_ver
     assert report["identity"]["identical"] is True
     assert report["num_prompts"] == 2
     training = json.loads((out / "training.json").read_text(encoding="utf-8"))
-    assert training["rows"] == len(SENTENCES) - 2
+    prepared = json.loads((out / "prepared" / "manifest.json").read_text(encoding="utf-8"))
+    assert training["rows"] == prepared["rows"] - 2
     measured = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    best = max(line["measured_acceptance_length"] for line in measured)
+    best = max(line["measured_acceptance_length"] or 0.0 for line in measured)
     assert training["measured_acceptance_length"] == best >= 1
     card = (out / "speculator" / "README.md").read_text(encoding="utf-8")
     assert "acceptance length" in card
@@ -139,16 +141,13 @@ def test_a_killed_script_goes_on_where_it_was(tiny_verifier: Path, tmp_path: Pat
     )
     log = Path(recipe.out) / "metrics.jsonl"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, str(script), "train"], env=environment, stderr=subprocess.PIPE)
-    try:
+    command = [sys.executable, str(script), "train"]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
         while process.poll() is None and not (log.exists() and log.read_text(encoding="utf-8").count("\n") > 2):
-            pass
+            time.sleep(0.1)
         process.send_signal(signal.SIGTERM)
-        assert process.stderr is not None
-        errors = process.stderr.read().decode()
-        assert process.wait() == 143, errors
-    finally:
-        process.kill()
+        _, errors = process.communicate()
+    assert process.returncode == 128 + signal.SIGTERM, errors
     newest = sorted((Path(recipe.out) / "checkpoints").glob("step-*"))
     assert len(newest) == 1
     state = json.loads((newest[0] / "state.json").read_text(encoding="utf-8"))

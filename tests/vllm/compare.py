@@ -104,7 +104,7 @@ def main() -> int:
         sys.path.insert(0, str(HERE.parent.parent))
         from tests.vllm.tiny_speculator import train_tiny_speculator
 
-        speculator = train_tiny_speculator(args.out.parent / "vllm_check", args.prompts, args.max_tokens)
+        speculator = train_tiny_speculator(args.out.parent / "vllm_check", prompts, args.max_tokens)
     report = compare(speculator.resolve(), args.vllm_python.absolute(), prompts, args.max_tokens, args.max_model_len)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
