@@ -24,8 +24,8 @@ install: .venv/ready ## make .venv
 	$(BIN)/pip install -q -c constraints.txt -e '.[demo,dev]'
 	touch $@
 
-.venv-vllm/ready: tests/vllm/make_env.sh
-	bash tests/vllm/make_env.sh .venv-vllm
+.venv-vllm/complete: tests/vllm/make_env.sh
+	PYTHON=$(PYTHON) bash tests/vllm/make_env.sh .venv-vllm
 	touch $@
 
 quickstart: .venv/ready ## conversations to a measured speculator on SmolLM2
@@ -42,8 +42,9 @@ test: check ## checks and the fast tests
 test-full: check ## every test
 	$(PYTEST) -m 'full or not full'
 
-test-vllm: .venv/ready .venv-vllm/ready ## a speculator of ours, unmodified, in real vLLM on the CPU
-	$(BIN)/python tests/vllm/compare.py --vllm-python .venv-vllm/bin/python --speculator out/quickstart/speculator --out out/vllm_check.json
+test-vllm: .venv/ready .venv-vllm/complete ## a speculator of ours, unmodified, in real vLLM on the CPU
+	$(BIN)/python tests/vllm/compare.py --vllm-python .venv-vllm/bin/python \
+	  --speculator out/quickstart/speculator --out out/vllm_check.json
 
 clean: ## remove the environments and every output
 	rm -rf .venv .venv-vllm out build dist

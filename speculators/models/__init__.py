@@ -3,6 +3,5 @@
 from speculators.models.family import DraftFamily
 
 FAMILIES: dict[str, DraftFamily] = {
-    family.name: family
-    for family in (DraftFamily("eagle3", "speculators.models.eagle3", "Eagle3"),)
+    family.name: family for family in (DraftFamily("eagle3", "speculators.models.eagle3", "Eagle3"),)
 }

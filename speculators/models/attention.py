@@ -30,7 +30,10 @@ class Block:
 
 
 def plan_blocks(slots_R: Tensor, document_lengths: Sequence[int], window: int | None) -> list[Block]:
-    """Cut the queries at ascending context positions `slots_R` (int64) into blocks within one document."""
+    """Cut the queries at ascending context positions `slots_R` (int64) into blocks within one document.
+
+    A query sees the last `window` context positions up to its own (None: all of them; 0 or less: none).
+    """
     mask = PackedMask(window)
     ends = torch.tensor(document_lengths, dtype=torch.int64).cumsum(0)
     bounds = torch.searchsorted(slots_R.cpu(), ends).tolist()
@@ -39,9 +42,10 @@ def plan_blocks(slots_R: Tensor, document_lengths: Sequence[int], window: int | 
         for row in range(first_row, last_row, BLOCK_ROWS):
             rows = slice(row, min(row + BLOCK_ROWS, last_row))
             queries = slots_R[rows]
-            first = first_key if window is None else max(first_key, int(queries[0]) - window + 1)
-            keys = torch.arange(first, int(queries[-1]) + 1, device=slots_R.device)
-            blocks.append(Block(rows, slice(first, first + len(keys)), ~mask.in_document(queries[:, None], keys)))
+            end = int(queries[-1]) + 1
+            first = first_key if window is None else min(max(first_key, int(queries[0]) - window + 1), end)
+            keys = torch.arange(first, end, device=slots_R.device)
+            blocks.append(Block(rows, slice(first, end), ~mask.in_document(queries[:, None], keys)))
         first_row, first_key = last_row, document_end
     return blocks
 
@@ -122,9 +126,9 @@ class _Heads:
     def weights(self, block: Block, scale: float) -> Tensor:
         """Softmax over the block's keys and the queries' own, [N, G, R, W]."""
         q_NGRD = self.q_NGRD[:, :, block.rows]
-        kv_heads, groups, rows, _ = q_NGRD.shape
+        kv_heads, groups = q_NGRD.shape[:2]
         scores = torch.bmm(q_NGRD.flatten(1, 2), self.k_NCD[:, block.keys].transpose(1, 2))
-        scores_NGRL = scores.view(kv_heads, groups, rows, -1).masked_fill_(block.hidden, float("-inf"))
+        scores_NGRL = scores.view(kv_heads, groups, *block.hidden.shape).masked_fill_(block.hidden, float("-inf"))
         if self.own_k_RNPD.shape[2]:
             own_NGRP = (q_NGRD[:, :, :, None] * self.own_k_NRPD[:, None, block.rows]).sum(-1)
             scores_NGRL = torch.cat((scores_NGRL, own_NGRP), -1)
@@ -135,7 +139,7 @@ class _Heads:
         """Values weighed, [N, G, R, D]."""
         width = block.keys.stop - block.keys.start
         main_NSL = weights_NGRW[..., :width].flatten(1, 2)
-        out_NGRD = torch.bmm(main_NSL, self.v_NCD[:, block.keys]).view(*weights_NGRW.shape[:3], -1)
+        out_NGRD = torch.bmm(main_NSL, self.v_NCD[:, block.keys]).view(self.q_NGRD[:, :, block.rows].shape)
         if self.own_v_RNPD.shape[2]:
             own_v_NRPD = self.own_v_NRPD[:, None, block.rows]
             out_NGRD += (weights_NGRW[..., width:, None] * own_v_NRPD).sum(-2)

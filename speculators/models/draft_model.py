@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar, Protocol, Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -130,22 +130,23 @@ class Objective(ABC):
 class DraftModel(nn.Module, ABC):
     """A draft network on one device; names in its `state_dict()` are the checkpoint's tensor names."""
 
-    # Frozen tensors that hold the verifier's values and are stored only where an engine needs them.
-    verifier_tensors: ClassVar[tuple[str, ...]] = ("embed_tokens.weight",)
-
     def __init__(self, config: SpeculatorConfig) -> None:
         super().__init__()
         self.config = config
 
     @property
     def device(self) -> torch.device:
-        """Where the trained parameters lie."""
-        return next(self.trained_parameters()).device
+        """Where the parameters lie."""
+        return self._parameter.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the trained parameters."""
-        return next(self.trained_parameters()).dtype
+        """Of the parameters; borrowed embeddings may keep the verifier's."""
+        return self._parameter.dtype
+
+    @property
+    def _parameter(self) -> nn.Parameter:
+        return next(parameter for parameter in self.parameters() if not parameter.is_meta)
 
     @property
     def aux_layer_ids(self) -> tuple[int, ...]:

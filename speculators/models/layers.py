@@ -16,7 +16,7 @@ from speculators.errors import FormatError
 from speculators.formats.config import DecoderConfig
 
 # Rope types whose table does not depend on the length of the sequence, so that a token's rotation never changes.
-STATIC_ROPE_TYPES = ("default", "linear", "llama3")
+STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _SKINNY_ROWS = range(2, 129)
 
 
@@ -69,17 +69,19 @@ class RMSNorm(nn.Module):
 class RotaryTable(nn.Module):
     """cos and sin of every position, grown on demand.
 
-    The frequencies are those of transformers' rope code for the decoder's `rope_parameters`. Raises FormatError for a
-    rope type whose rotation would depend on the sequence's length: a fallback would train what no server computes.
+    The frequencies are those of transformers' rope code for the decoder's `rope_parameters`; `rotated` dimensions of a
+    head are turned, fewer than all with a `partial_rotary_factor`. Raises FormatError for a rope type whose rotation
+    depends on the sequence's length: a fallback would train what no server computes.
     """
 
     def __init__(self, decoder: DecoderConfig) -> None:
         super().__init__()
         self._frequencies, self._scaling = _frequencies(decoder)
-        self._cos = self._sin = torch.empty(0, decoder.head_dim)
+        self.rotated = 2 * self._frequencies.numel()
+        self._cos = self._sin = torch.empty(0, self.rotated)
 
     def at(self, positions: Tensor, end: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sign-carrying sin [..., D] at int64 `positions`, all of them below `end`."""
+        """cos and sign-carrying sin [..., rotated] at int64 `positions`, all of them below `end`."""
         if end > self._cos.shape[0] or self._cos.device != positions.device:
             self._grow(max(end, 2 * self._cos.shape[0], 512), positions.device)
         return self._cos[positions].to(dtype), self._sin[positions].to(dtype)
@@ -92,15 +94,17 @@ class RotaryTable(nn.Module):
 
 
 def _frequencies(decoder: DecoderConfig) -> tuple[Tensor, float]:
-    kind = decoder.rope_parameters["rope_type"]
+    parameters = dict(decoder.rope_parameters)
+    kind, share = parameters["rope_type"], parameters.get("partial_rotary_factor", 1.0)
     if kind not in STATIC_ROPE_TYPES:
         raise FormatError(f"rope_type {kind!r} of transformer_layer_config; drafts know {', '.join(STATIC_ROPE_TYPES)}")
     config = LlamaConfig(
         hidden_size=decoder.hidden_size,
         num_attention_heads=decoder.num_attention_heads,
-        head_dim=decoder.head_dim,
+        # Of transformers' rope functions, only that of the default type does not know the share.
+        head_dim=int(decoder.head_dim * share) if kind == "default" else decoder.head_dim,
         max_position_embeddings=decoder.max_position_embeddings,
-        rope_parameters=dict(decoder.rope_parameters),
+        rope_parameters=parameters,
     )
     if kind == "default":
         frequencies, scaling = LlamaRotaryEmbedding.compute_default_rope_parameters(config)
@@ -110,9 +114,12 @@ def _frequencies(decoder: DecoderConfig) -> tuple[Tensor, float]:
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate [..., heads, D] by the tables [..., D] of `RotaryTable.at`."""
-    first, second = heads.chunk(2, -1)
-    return heads * cos.unsqueeze(-2) + torch.cat((second, first), -1) * sin.unsqueeze(-2)
+    """Rotate [..., heads, D] by the tables [..., rotated] of `RotaryTable.at`; dimensions beyond pass unchanged."""
+    rotated = cos.shape[-1]
+    turned = heads if rotated == heads.shape[-1] else heads[..., :rotated]
+    first, second = turned.chunk(2, -1)
+    turned = turned * cos.unsqueeze(-2) + torch.cat((second, first), -1) * sin.unsqueeze(-2)
+    return turned if rotated == heads.shape[-1] else torch.cat((turned, heads[..., rotated:]), -1)
 
 
 class SelfAttention(nn.Module):

@@ -168,6 +168,7 @@ class _Run:
             if measured or signals.received or self.state.step % self.config.checkpoint_every == 0:
                 self._save(measured)
             if signals.received:
+                report("stopped; the same command goes on from here")
                 raise Stopped(signals.received)
 
     def _step(self, batches: Sequence[PackedBatch], learning_rate: float) -> float:
@@ -280,7 +281,8 @@ class _Run:
         return line
 
     def _save(self, measured: Mapping[str, float | None]) -> None:
-        scores = {"acceptance": measured.get("score_acceptance"), "loss": measured.get("score_loss")}
+        scores = {name: measured.get(f"score_{name}") for name in ("acceptance", "loss")}
+        scores["measured"] = measured.get("measured_acceptance_length")
         self.checkpoints.save(self.state, self.parameters, self.optimizers, scores)
 
     def _finish(self) -> TrainResult:

@@ -356,6 +356,6 @@ def _summary(result: TrainResult, num_rows: int) -> dict[str, Any]:
         "tokens_per_second": result.tokens_per_second,
         "row_utilisation": result.utilisation,
         "chosen_step": result.chosen.step,
-        "measured_acceptance_length": result.chosen.scores.get("acceptance"),
+        "measured_acceptance_length": result.chosen.scores.get("measured"),
         "loss": result.chosen.scores.get("loss"),
     }

@@ -39,6 +39,7 @@ def compute(folder: Path, inputs: Path, case: str) -> dict[str, object]:
         ttt_steps=settings["ttt_steps"],
         step_decay=settings["ttt_step_loss_decay"],
         loss={settings["loss_fn"]: 1.0},
+        windows_from_start=True,
     )
     head = VerifierHead.from_weights(weights).to("cpu", torch.float32)
     output = objective.aligned_step(speculator.draft, aligned(load_file(inputs)), head)

@@ -102,9 +102,7 @@ def pack(masks: Sequence[Sequence[int]], *, row: int, num_aux: int = 3, seed: in
 def document_of(batch: PackedBatch, number: int) -> PackedBatch:
     """One document of a batch as a batch of its own, without padding."""
     chosen = batch.document_ids == number
-    return PackedBatch(
-        **{name: getattr(batch, name)[chosen][None] for name in vars(batch)}
-    )
+    return PackedBatch(**{name: getattr(batch, name)[chosen][None] for name in vars(batch)})
 
 
 def gradients(model: torch.nn.Module) -> dict[str, Tensor]:

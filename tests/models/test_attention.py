@@ -39,7 +39,7 @@ def blockwise(q: Tensor, k: Tensor, v: Tensor, *own: Tensor, window: int | None)
     return packed_attention(q, k, v, pairs, plan_blocks(SLOTS, LENGTHS, window), SCALE)
 
 
-@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("window", [None, 3, 1])
 @pytest.mark.parametrize("num_own", [0, 1, 2])
 @pytest.mark.parametrize("block_rows", [2, 512])
 def test_blocks_equal_the_dense_twin(monkeypatch, window: int | None, num_own: int, block_rows: int) -> None:
@@ -59,6 +59,15 @@ def test_gradients_by_finite_differences() -> None:
     assert torch.autograd.gradcheck(lambda *tensors: blockwise(*tensors, window=4), inputs(2))
 
 
+def test_queries_that_see_none_but_their_own_keys() -> None:
+    q, k, v, *own = inputs(2)
+    found = blockwise(q, k, v, *own, window=0)
+    repeated = [tensor.repeat_interleave(3, 1) for tensor in own]
+    scores = torch.stack([(q * key).sum(-1) * SCALE for key in repeated[::2]], -1).softmax(-1)
+    expected = scores[..., :1] * repeated[1] + scores[..., 1:] * repeated[3]
+    torch.testing.assert_close(found, expected)
+
+
 def test_bfloat16_stays_near_float32() -> None:
     tensors = inputs(1, torch.float32)
     half = blockwise(*(tensor.to(torch.bfloat16) for tensor in tensors), window=None)
@@ -72,4 +81,5 @@ def test_blocks_stop_at_the_last_query_and_at_the_window() -> None:
         (slice(0, 2), slice(0, 4)),
         (slice(2, 3), slice(10, 13)),
     ]
+    assert all(block.hidden.all() for block in plan_blocks(torch.tensor([2, 3, 12]), [5, 10], 0))
     assert blocks[0].hidden.tolist() == [[False, False, False, True], [True, False, False, False]]

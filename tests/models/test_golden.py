@@ -38,7 +38,10 @@ def test_accuracy_counts() -> None:
     expected = CASES[case]["metrics"]
     for step in range(3):
         assert found[f"full_acc_{step}"][0] == expected[f"full_acc_{step}_sum"]
-        assert tuple(found[f"cond_acc_{step}"]) == (expected[f"cond_acc_{step}_sum"], expected[f"cond_acc_{step}_total"])
+        assert tuple(found[f"cond_acc_{step}"]) == (
+            expected[f"cond_acc_{step}_sum"],
+            expected[f"cond_acc_{step}_total"],
+        )
         # The golden sums hold the mean over supervised positions, weighted by the step's decay.
         total, count = found[f"loss_{step}"]
         assert 0.8**step * total / count == pytest.approx(expected[f"loss_{step}_sum"], rel=1e-5)

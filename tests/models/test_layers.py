@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -29,11 +31,13 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32}
 ROPES = [
     {"rope_type": "default", "rope_theta": 10000.0},
     {"rope_type": "default", "rope_theta": 1e6},
     {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
     LLAMA3,
+    YARN,
 ]
 
 
@@ -93,6 +97,24 @@ def test_rotation_is_that_of_transformers(rope: dict) -> None:
     first, second = heads.chunk(2, -1)
     expected = heads * cos[:, :, None] + torch.cat((-second, first), -1) * sin[:, :, None]
     torch.testing.assert_close(rotate(heads, *table.at(positions, 701, torch.float32)), expected)
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: f"{rope['rope_type']}-{rope['rope_theta']:g}")
+def test_a_part_of_a_head_is_rotated_as_a_head_of_that_size(rope: dict) -> None:
+    part = RotaryTable(decoder(rope={**rope, "partial_rotary_factor": 0.5}))
+    small = RotaryTable(decoder(rope=rope, head_dim=4))
+    positions = torch.arange(5)
+    heads = torch.randn(5, 2, 8, generator=torch.Generator().manual_seed(0))
+    found = rotate(heads, *part.at(positions, 5, torch.float32))
+    assert part.rotated == 4
+    assert torch.equal(found[..., 4:], heads[..., 4:])
+    torch.testing.assert_close(found[..., :4], rotate(heads[..., :4], *small.at(positions, 5, torch.float32)))
+
+
+def test_yarn_scales_the_rotation() -> None:
+    cos, sin = RotaryTable(decoder(rope=YARN)).at(torch.tensor([0, 9]), 10, torch.float32)
+    factor = 0.1 * math.log(4.0) + 1.0
+    torch.testing.assert_close(cos**2 + sin**2, torch.full_like(cos, factor**2))
 
 
 def test_the_rotary_table_grows_and_keeps_its_values() -> None:

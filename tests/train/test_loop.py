@@ -1,6 +1,8 @@
 import math
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +51,7 @@ def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor
 def stop_at(step: int, signum: int, objective: Any, passes_per_step: int) -> Any:
     """The same objective, which sends this process a signal in the first pass of a step."""
 
-    class Interrupting(type(objective)):  # type: ignore[misc]
+    class Interrupting(type(objective)):
         def step(self, draft: Any, batch: PackedBatch, verifier_head: Any) -> StepOutput:
             calls.append(1)
             if len(calls) == (step - 1) * passes_per_step + 1:
@@ -244,7 +246,7 @@ def test_a_crash_between_checkpoints_goes_on_from_the_last_one(tiny_verifier: Pa
     straight = make_task(tiny_verifier)
     train(straight, config(), tmp_path / "straight")
 
-    class Crashing(FAMILIES["eagle3"].objective):  # type: ignore[misc,name-defined]
+    class Crashing(FAMILIES["eagle3"].objective):
         def step(self, draft: Any, batch: PackedBatch, verifier_head: Any) -> StepOutput:
             calls.append(1)
             if len(calls) == 6:
@@ -278,3 +280,41 @@ def test_compute_dtype_follows_the_hardware() -> None:
     assert compute_dtype("bfloat16", cpu) is torch.bfloat16
     expected = torch.bfloat16 if torch.cpu._is_amx_tile_supported() else torch.float32
     assert compute_dtype("auto", cpu) is expected
+
+
+@pytest.mark.full
+def test_several_processes_are_refused(tiny_verifier: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from pathlib import Path\n"
+        "from speculators.train.config import TrainConfig\n"
+        "from speculators.train.loop import train\n"
+        "from tests.train.tiny_training import make_task\n"
+        f"train(make_task(Path({str(tiny_verifier)!r})), TrainConfig(row_length=64), Path({str(tmp_path)!r}))\n",
+        encoding="utf-8",
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", str(script)]
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root), "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "training was started in 2 processes and runs in one" in done.stderr
+
+
+def test_a_row_with_nothing_to_learn_does_no_harm(tiny_verifier: Path, tmp_path: Path) -> None:
+    task = make_task(tiny_verifier, lengths=(40, 40))
+    samples: Any = task.samples
+    samples.samples[1].loss_mask[:] = False
+    train(task, config(epochs=2), tmp_path / "alone")
+    found = lines(tmp_path / "alone")
+    assert sorted(line["loss"] is None for line in found) == [False, False, True, True]
+    assert all(torch.isfinite(value).all() for value in weights(task.draft).values())
+    # In one step with a row that teaches, it neither adds to the loss nor thins it.
+    task = make_task(tiny_verifier, lengths=(40, 40))
+    task.samples = samples
+    train(task, config(max_steps=1, accumulation=2), tmp_path / "together")
+    first = lines(tmp_path / "together")[0]
+    alone = make_task(tiny_verifier, lengths=(40,))
+    train(alone, config(max_steps=1), tmp_path / "only")
+    assert first["loss"] == pytest.approx(lines(tmp_path / "only")[0]["loss"], rel=1e-6)
+    assert first["grad_norm"] == pytest.approx(lines(tmp_path / "only")[0]["grad_norm"], rel=1e-5)

@@ -105,7 +105,7 @@ def test_a_recipe_is_strict() -> None:
     with pytest.raises(ValidationError, match="takes Eagle3Draft"):
         recipe(draft=TrainConfig())
     with pytest.raises(ValidationError, match="frozen"):
-        recipe().train.epochs = 3  # type: ignore[misc]
+        recipe().train.epochs = 3
 
 
 def test_options_of_the_family_may_be_plain() -> None:

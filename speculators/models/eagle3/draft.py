@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from speculators.errors import UsageError
 from speculators.formats.config import DecoderConfig, ProposalConfig, SpeculatorsConfig, VerifierConfig
+from speculators.formats.faults import refused_as_format_error
 from speculators.models.eagle3.config import Eagle3Config
 from speculators.models.family import VerifierShape
 
@@ -46,19 +47,21 @@ class Eagle3Draft(BaseModel):
     def resolve(self, verifier: VerifierShape) -> Eagle3Config:
         """Complete the choices with the verifier's shape.
 
-        Raises UsageError for a choice that contradicts the verifier or another choice, FormatError for a rope type that
-        no draft can follow.
+        Raises UsageError for a choice that contradicts the verifier or another choice, FormatError for what no config
+        can say, such as a rotation of the verifier's that no draft can follow (give `rope_parameters` then).
         """
         if self.fc_norm and self.norm_before_fc:
             raise UsageError("fc_norm and norm_before_fc are both true: two ways of one step; set one of them to false")
+        with refused_as_format_error(f"a draft of this shape for {verifier.name_or_path}"):
+            return self._config(verifier)
+
+    def _config(self, verifier: VerifierShape) -> Eagle3Config:
         vocab = verifier.vocab_size
         return Eagle3Config(
             speculators_config=SpeculatorsConfig(
                 algorithm="eagle3",
                 proposal_methods=[ProposalConfig(speculative_tokens=self.num_speculative_tokens)],
-                verifier=VerifierConfig(
-                    name_or_path=verifier.name_or_path, architectures=list(verifier.architectures)
-                ),
+                verifier=VerifierConfig(name_or_path=verifier.name_or_path, architectures=list(verifier.architectures)),
             ),
             transformer_layer_config=self._decoder(verifier),
             dtype="bfloat16",

@@ -111,7 +111,8 @@ class Eagle3Objective(BaseModel, Objective):
     """The knobs of training an EAGLE-3 draft, and its training step.
 
     `ttt_steps` steps are unrolled; step k weighs `step_decay ** k`. `loss` weighs the terms of `losses.TERMS`.
-    `chunk_rows` bounds how many verifier rows have logits at a time.
+    `chunk_rows` bounds how many verifier rows have logits at a time. `windows_from_start` is for drafts with attention
+    windows (see `Unroll`): servers count windows from the query, so leave it false to train what is served.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -120,6 +121,7 @@ class Eagle3Objective(BaseModel, Objective):
     step_decay: float = Field(default=0.8, gt=0, le=1)
     loss: dict[str, float] = Field(default={"kl_div": 1.0})
     chunk_rows: int = Field(default=128, ge=1)
+    windows_from_start: bool = False
 
     _restricted: list[tuple[VerifierHead, Tensor, Head]] = PrivateAttr(default_factory=list)
 
@@ -144,8 +146,16 @@ class Eagle3Objective(BaseModel, Objective):
             zero = torch.stack([parameter.sum() for parameter in model.trained_parameters()]).sum() * 0.0
             return StepOutput(zero, _named_counts([0.0] * (self.ttt_steps + 1), [[0, 0, 0]] * self.ttt_steps))
         slots, counted = schedule(batch.supervised_C, batch.document_lengths, self.ttt_steps)
-        inputs = Unroll(batch.features_CX, batch.token_ids_C, batch.positions_C, batch.document_lengths, slots)
-        states = draft(inputs)
+        states = draft(
+            Unroll(
+                batch.features_CX,
+                batch.token_ids_C,
+                batch.positions_C,
+                batch.document_lengths,
+                slots,
+                self.windows_from_start,
+            )
+        )
         losses = self._token_losses(model, batch, verifier_head, states, slots, counted)
         sizes = [int(mask.sum()) for mask in counted]
         totals = torch.stack([part.sum() for part in torch.split(losses.loss, sizes)])

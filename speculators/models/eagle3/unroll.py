@@ -30,6 +30,9 @@ class Unroll:
     Context position c holds `features_CX` of some token, the id of the token after it in `token_ids_C` (int64) and its
     rotary position in `positions_C` (int64). `slots[k]` (int64 [R], ascending) are the context positions to unroll to
     step k; slot c then takes the token at c + k. `slots[k]` must be a subset of `slots[k-1]`.
+
+    Attention windows end at the query's own position c + k, as in serving; with `windows_from_start` they end at c, and
+    what the query's position computed at the steps 1..k is visible besides.
     """
 
     features_CX: Tensor
@@ -37,6 +40,7 @@ class Unroll:
     positions_C: Tensor
     document_lengths: Sequence[int]
     slots: Sequence[Tensor]
+    windows_from_start: bool = False
 
 
 class TokenPart:
@@ -86,7 +90,7 @@ class Trunk:
                 state, residual = state.index_select(0, slots), residual.index_select(0, slots)
                 rotation = (rotation[0].index_select(0, slots), rotation[1].index_select(0, slots))
             query = layer.self_attn.as_query(self._project(index, "q_proj", state, slots), *rotation)
-            hidden = layer.finish(residual, self._attend(index, query, slots))
+            hidden = layer.finish(residual, self._attend(index, query, slots, 0))
         return hidden
 
     def later(self, hidden: Tensor, step: int) -> Tensor:
@@ -101,7 +105,7 @@ class Trunk:
             earlier = [(key.index_select(0, kept), value.index_select(0, kept)) for key, value in self.own[index]]
             self.own[index] = [*earlier, self._key_value(index, state, tokens, rotation)]
             query = layer.self_attn.as_query(self._project(index, "q_proj", state, tokens), *rotation)
-            hidden = layer.finish(residual, self._attend(index, query, slots))
+            hidden = layer.finish(residual, self._attend(index, query, slots, step))
         return hidden
 
     def _enter(self, layer: DecoderLayer, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,7 +125,10 @@ class Trunk:
         key = attention.as_key(self._project(index, "k_proj", state, tokens), *rotation)
         return key, attention.as_heads(self._project(index, "v_proj", state, tokens))
 
-    def _attend(self, index: int, query: Tensor, slots: Tensor) -> Tensor:
-        attention = self.layers[index].self_attn
-        blocks = plan_blocks(slots, self.inputs.document_lengths, attention.window)
-        return packed_attention(query, *self.context[index], self.own[index], blocks, attention.scale)
+    def _attend(self, index: int, query: Tensor, slots: Tensor, step: int) -> Tensor:
+        attention, own, window = self.layers[index].self_attn, self.own[index], self.layers[index].self_attn.window
+        if window is not None and not self.inputs.windows_from_start:
+            own = own[max(step - window, 0) :]
+            window -= step
+        blocks = plan_blocks(slots, self.inputs.document_lengths, window)
+        return packed_attention(query, *self.context[index], own, blocks, attention.scale)

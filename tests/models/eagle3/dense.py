@@ -54,19 +54,23 @@ class DenseDraft:
         return x if positions is None else rope(x, positions, self.layer.rope_parameters["rope_theta"])
 
     def attend(self, index: int, q: Tensor, memory: list[tuple[Tensor, Tensor]], length: int) -> Tensor:
-        """`memory[0]` are the step-0 keys of the document, later entries those of each later step."""
+        """`memory[0]` are the step-0 keys of the document, later entries those of each later step.
+
+        The key of step j of a slot t lies at position t + j, as in serving, where windows go by position.
+        """
         sliding = self.layer.layer_types[index] == "sliding_attention"
-        window = self.layer.sliding_window if sliding else length
+        step = len(memory) - 1
+        window = self.layer.sliding_window if sliding else length + step
         repeat = q.shape[1] // memory[0][0].shape[1]
         out = torch.zeros_like(q)
         for t in range(length):
-            seen = range(max(0, t - window + 1), t + 1)
-            keys = [memory[0][0][j] for j in seen] + [key[t] for key, _ in memory[1:]]
-            values = [memory[0][1][j] for j in seen] + [value[t] for _, value in memory[1:]]
+            places = [(0, j) for j in range(t + 1)] + [(j, t) for j in range(1, step + 1)]
+            seen = [(j, slot) for j, slot in places if j + slot > t + step - window]
+            keys = [memory[j][0][slot] for j, slot in seen]
+            values = [memory[j][1][slot] for j, slot in seen]
             for head in range(q.shape[1]):
                 scores = torch.stack([(q[t, head] * key[head // repeat]).sum() for key in keys]) * q.shape[-1] ** -0.5
-                mixed = [weight * value[head // repeat] for weight, value in zip(scores.softmax(0), values, strict=True)]
-                out[t, head] = torch.stack(mixed).sum(0)
+                out[t, head] = scores.softmax(0) @ torch.stack([value[head // repeat] for value in values])
         return out
 
     def unroll(self, aux: Tensor, tokens: Tensor, steps: int) -> list[Tensor]:

@@ -1,0 +1,126 @@
+"""What only a GPU can show: that training and serving there compute what they compute on the CPU.
+
+    python benchmarks/gpu_check.py [--device cuda] [--out out/gpu_check.json]
+
+On a tiny random verifier: hidden states, the loss and every gradient norm of one training step agree with the CPU's in
+float32; a draft trained on the device on a few answers drafts them well there; greedy float32 outputs with drafts equal
+those without, one request at a time and batched. In bfloat16 the same is reported, not required, since the width of a
+batch changes rounding. Exit code 1 where a required check fails.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from speculators.extract.store import HiddenStatesStore
+from speculators.formats.verifier_weights import load_verifier_weights
+from speculators.models.eagle3.objective import Eagle3Objective
+from speculators.models.losses import VerifierHead
+from speculators.models.speculator import Speculator
+from speculators.runtime.llm import LLM
+from speculators.runtime.sampling import SamplingParams
+from speculators.runtime.verifier import Verifier
+from speculators.train.dataset import PackedRows
+from tests.tiny_models import SENTENCES
+from tests.vllm.tiny_speculator import train_tiny_speculator
+
+MAX_TOKENS = 48
+RELATIVE = 2e-3
+
+
+def largest_difference(left: torch.Tensor, right: torch.Tensor) -> float:
+    """Largest absolute difference over the largest absolute value."""
+    left, right = left.float().cpu(), right.float().cpu()
+    return float((left - right).abs().max() / right.abs().max().clamp(min=1e-9))
+
+
+def states_differ_by(verifier: Path, device: str) -> float:
+    rows = [[5, 9, 200, 31, 7], [8, 8, 300], list(range(2, 40))]
+    layers = [0, 2, 4, 8]
+    here = Verifier.from_pretrained(verifier, dtype="float32", device="cpu").capture(rows, layers)
+    there = Verifier.from_pretrained(verifier, dtype="float32", device=device).capture(rows, layers)
+    return max(largest_difference(a, b) for a, b in zip(there, here, strict=True))
+
+
+def step_of(speculator: Path, store: HiddenStatesStore, device: str) -> dict[str, float]:
+    """Loss and gradient norms of one training step over one packed row."""
+    loaded = Speculator.from_pretrained(speculator, dtype=torch.float32, device=device)
+    weights = load_verifier_weights(loaded.config.verifier.name_or_path)
+    draft = loaded.attach_verifier(weights).to(device, torch.float32).draft.train()
+    head = VerifierHead.from_weights(weights).to(device, torch.float32)
+    batch = PackedRows(store, 1024).batch(0, [0]).to(device, torch.float32)
+    output = Eagle3Objective(ttt_steps=3).step(draft, batch, head)
+    output.loss.backward()
+    norms = {name: float(p.grad.norm()) for name, p in draft.named_parameters() if p.grad is not None}
+    return {"loss": float(output.loss.detach()), **norms}
+
+
+def step_differs_by(speculator: Path, states: Path, device: str) -> float:
+    store = HiddenStatesStore.open(states)
+    here, there = step_of(speculator, store, "cpu"), step_of(speculator, store, device)
+    if here.keys() != there.keys():
+        return float("inf")
+    return max(abs(there[name] - value) / max(abs(value), 1e-9) for name, value in here.items())
+
+
+def decode(
+    model: str, prompts: Sequence[list[int]], device: str, dtype: str, batch: int
+) -> tuple[list[list[int]], Any]:
+    llm = LLM(model, dtype=dtype, device=device, max_num_seqs=batch)
+    params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs], llm.stats
+
+
+def decoding(speculator: Path, verifier: Path, device: str, dtype: str, batch: int) -> dict[str, Any]:
+    chat = LLM(str(verifier), dtype=dtype, device=device)
+    prompts = [chat.chat_token_ids([{"role": "user", "content": text}]) for text in SENTENCES]
+    plain, _ = decode(str(verifier), prompts, device, dtype, batch)
+    drafted, stats = decode(str(speculator), prompts, device, dtype, batch)
+    return {"dtype": dtype, "batch": batch, "identical": plain == drafted, "acceptance_length": stats.acceptance_length}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=Path, default=Path("out/gpu_check.json"))
+    args = parser.parse_args()
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error("no CUDA device is available here")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        speculator = train_tiny_speculator(folder, SENTENCES, MAX_TOKENS)
+        verifier = folder / "verifier"
+        states = states_differ_by(verifier, args.device)
+        step = step_differs_by(speculator, folder / "run" / "states", args.device)
+        decoded = [
+            decoding(speculator, verifier, args.device, dtype, batch)
+            for dtype in ("float32", "bfloat16")
+            for batch in (1, len(SENTENCES))
+        ]
+    exact = [one for one in decoded if one["dtype"] == "float32"]
+    checks = {
+        "states_agree": states < RELATIVE,
+        "training_step_agrees": step < RELATIVE,
+        "outputs_identical": all(one["identical"] for one in exact),
+        "drafts_accepted": all(one["acceptance_length"] > 2 for one in exact),
+    }
+    device = torch.cuda.get_device_name() if args.device.startswith("cuda") else args.device
+    report = {"device": device, "states": states, "step": step, "decoding": decoded, "checks": checks}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(report, indent=2))
+    return 0 if all(checks.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
