@@ -112,8 +112,24 @@ class StepOutput:
     metrics: dict[str, Count]
 
 
+class SampleSource(Protocol):
+    """Samples by number, with their lengths known beforehand; a hidden-states store is one."""
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Tokens of each sample."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Sample: ...
+
+
 class Objective(ABC):
     """A family's training step."""
+
+    def begin(self, draft: nn.Module, samples: SampleSource, verifier_head: VerifierHead) -> None:  # noqa: B027
+        """Prepare a fresh draft for its first step; `samples` are those it will be trained on."""
 
     @abstractmethod
     def step(self, draft: nn.Module, batch: PackedBatch, verifier_head: VerifierHead) -> StepOutput:

@@ -216,7 +216,7 @@ class Engine:
             i: Logprob(
                 float(logprobs_V[i]),
                 int((logprobs_V > logprobs_V[i]).sum()) + 1,
-                None if tokenizer is None else tokenizer.decode([i]),
+                None if tokenizer is None else str(tokenizer.decode([i])),
             )
             for i in chosen
         }

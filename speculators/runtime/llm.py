@@ -169,7 +169,8 @@ class LLM:
                 f"verifier {self.verifier.name_or_path!r} has no chat template; use generate with plain prompts"
             )
         try:
-            ids = tokenizer.apply_chat_template(list(conversation), add_generation_prompt=True, return_dict=False)
+            messages = [dict(message) for message in conversation]
+            ids: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         except (TemplateError, TypeError) as error:
             raise RequestError(
                 f"the chat template of verifier {self.verifier.name_or_path!r} refuses this conversation: {error}"

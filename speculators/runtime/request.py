@@ -13,7 +13,7 @@ from speculators.runtime.stats import SpecDecodeStats
 class TokenDecoder(Protocol):
     """The one tokenizer method that turning ids into text needs."""
 
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str | list[str]:
         """Text of the ids."""
         ...
 
@@ -47,7 +47,7 @@ class IncrementalText:
         return window[len(known) :]
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
+        return str(self._tokenizer.decode(ids, skip_special_tokens=self._skip))
 
 
 class Request:

@@ -154,7 +154,7 @@ class Verifier:
         try:
             config = AutoConfig.from_pretrained(name, **options)
             wanted = resolve_dtype(dtype, config, target)
-            model = AutoModelForCausalLM.from_pretrained(
+            model: Any = AutoModelForCausalLM.from_pretrained(
                 name, config=config, dtype=wanted, attn_implementation=ATTENTION_NAME, **options
             )
             tokens = AutoTokenizer.from_pretrained(tokenizer or name, **options)
@@ -168,12 +168,14 @@ class Verifier:
     @property
     def device(self) -> torch.device:
         """Device of the weights."""
-        return self.model.device
+        device: torch.device = self.model.device
+        return device
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the weights."""
-        return self.model.dtype
+        dtype: torch.dtype = self.model.dtype
+        return dtype
 
     @property
     def num_layers(self) -> int:

@@ -3,27 +3,13 @@
 import random
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from speculators.errors import TrainingError
-from speculators.models.draft_model import PackedBatch, Sample
+from speculators.models.draft_model import PackedBatch, Sample, SampleSource
 from speculators.train.packing import PackingPlan, plan_rows, split_steps
-
-
-class SampleSource(Protocol):
-    """Samples by number, with their lengths known beforehand; a hidden-states store is one."""
-
-    @property
-    def lengths(self) -> Sequence[int]:
-        """Tokens of each sample."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Sample: ...
 
 
 class Rows:

@@ -16,10 +16,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import nn
 
 from speculators.errors import TrainingError
-from speculators.models.draft_model import DraftModel, Objective, PackedBatch
+from speculators.models.draft_model import DraftModel, Objective, PackedBatch, SampleSource
 from speculators.models.losses import VerifierHead
+from speculators.models.memory import keep_freed_memory
 from speculators.train.config import ComputeDtype, TrainConfig
-from speculators.train.dataset import PackedRows, SampleSource
+from speculators.train.dataset import PackedRows
 from speculators.train.metrics import MetricsLog, MetricSums, Throughput
 from speculators.train.optim import build_optimizers, clip_gradients, learning_rate_at, set_learning_rate
 from speculators.train.resume import (
@@ -102,6 +103,8 @@ class _Run:
         self.device = self.accelerator.device
         self.dtype = compute_dtype(config.compute_dtype, self.device)
         set_seed(config.seed)
+        if self.device.type == "cpu":
+            keep_freed_memory()
         self.draft = task.draft.to(self.device).train()
         self.head = task.verifier_head.to(self.device, self.dtype)
         self.parameters = trained_parameters(self.draft)
@@ -133,7 +136,10 @@ class _Run:
         return self.rows.steps(epoch, self.config.rows_per_step, self.config.accumulation)
 
     def go(self) -> TrainResult:
-        self.state = self.checkpoints.load_newest(self.parameters, self.optimizers) or RunState()
+        found = self.checkpoints.load_newest(self.parameters, self.optimizers)
+        if found is None:
+            self.task.objective.begin(self.draft, self.task.samples, self.head)
+        self.state = found or RunState()
         self.log.forget_after(self.state.step)
         progress = Progress(
             TextColumn("train"),

@@ -90,7 +90,7 @@ class Eagle3Model(DraftModel):
         the weight is spared.
         """
         states = aux_hidden_states.to(self.fc.weight.dtype)
-        norms = self._feature_norms()
+        norms = self.feature_norms()
         if not norms:
             out: Tensor = self.fc(states)
         elif torch.is_grad_enabled():
@@ -103,7 +103,8 @@ class Eagle3Model(DraftModel):
             out = self.fc(torch.cat([norm(part) for norm, part in zip(norms, parts, strict=True)], -1))
         return out
 
-    def _feature_norms(self) -> list[RMSNorm]:
+    def feature_norms(self) -> list[RMSNorm]:
+        """The norms before `fc`: one over all features, one a layer, or none."""
         if self.fc_norm is not None:
             return cast(list[RMSNorm], list(self.fc_norm))
         return [] if self.input_norm is None else [self.input_norm]

@@ -14,7 +14,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator
 from torch import Tensor, nn
 
-from speculators.models.draft_model import Objective, PackedBatch, StepOutput
+from speculators.models.draft_model import Objective, PackedBatch, SampleSource, StepOutput
+from speculators.models.eagle3.closed_form import closed_form_start
 from speculators.models.eagle3.model import Eagle3Model
 from speculators.models.eagle3.unroll import Unroll
 from speculators.models.family import Count
@@ -113,6 +114,7 @@ class Eagle3Objective(BaseModel, Objective):
     `ttt_steps` steps are unrolled; step k weighs `step_decay ** k`. `loss` weighs the terms of `losses.TERMS`.
     `chunk_rows` bounds how many verifier rows have logits at a time. `windows_from_start` is for drafts with attention
     windows (see `Unroll`): servers count windows from the query, so leave it false to train what is served.
+    `closed_form_rows` positions are regressed on before the first step (see `closed_form`; 0: start at random).
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -121,6 +123,7 @@ class Eagle3Objective(BaseModel, Objective):
     step_decay: float = Field(default=0.8, gt=0, le=1)
     loss: dict[str, float] = Field(default={"kl_div": 1.0})
     chunk_rows: int = Field(default=128, ge=1)
+    closed_form_rows: int = Field(default=32_768, ge=0)
     windows_from_start: bool = False
 
     _restricted: list[tuple[VerifierHead, Tensor, Head]] = PrivateAttr(default_factory=list)
@@ -130,6 +133,11 @@ class Eagle3Objective(BaseModel, Objective):
     def _known_terms(cls, value: dict[str, float]) -> dict[str, float]:
         TokenLoss(value)
         return value
+
+    def begin(self, draft: nn.Module, samples: SampleSource, verifier_head: VerifierHead) -> None:
+        """Start from the linear regression of `closed_form`."""
+        if self.closed_form_rows:
+            closed_form_start(cast(Eagle3Model, draft), samples, verifier_head, self.closed_form_rows)
 
     def step(self, draft: nn.Module, batch: PackedBatch, verifier_head: VerifierHead) -> StepOutput:
         """Loss and counts of one raw, unshifted batch."""

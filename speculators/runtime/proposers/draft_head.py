@@ -44,8 +44,8 @@ class DraftHeadProposer:
     def __init__(self, draft: DraftModel, num_tokens: int, num_slots: int, *, probabilistic: bool = False) -> None:
         self.draft = draft.require_complete().eval()
         self.num_tokens = num_tokens
-        self.aux_layer_ids = tuple(draft.aux_layer_ids)
-        self.verifier_ids_D = draft.verifier_ids_D
+        self.aux_layer_ids: Sequence[int] = tuple(draft.aux_layer_ids)
+        self.verifier_ids_D: Tensor | None = draft.verifier_ids_D
         self._probabilistic = probabilistic
         self._cache = draft.make_cache(num_slots)
 
