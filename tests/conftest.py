@@ -1,6 +1,7 @@
 """What every test shares: an offline process and tiny verifiers made once."""
 
 import os
+import signal
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -8,6 +9,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import pytest
+
+# A shell that starts the tests in the background makes its children deaf to Ctrl-C; tests of interruption need ears.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -148,9 +148,8 @@ def test_a_killed_script_goes_on_where_it_was(tiny_verifier: Path, tmp_path: Pat
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate()
     assert process.returncode == 128 + signal.SIGTERM, errors
-    newest = sorted((Path(recipe.out) / "checkpoints").glob("step-*"))
-    assert len(newest) == 1
-    state = json.loads((newest[0] / "state.json").read_text(encoding="utf-8"))
+    newest = max((Path(recipe.out) / "checkpoints").glob("step-*"), key=lambda path: int(path.name.split("-")[1]))
+    state = json.loads((newest / "state.json").read_text(encoding="utf-8"))
     lines = log.read_text(encoding="utf-8").splitlines()
     assert state["run"]["step"] == len(lines)
     assert json.loads((Path(recipe.out) / "stages" / "train.json").read_text(encoding="utf-8"))["complete"] is False

@@ -70,18 +70,22 @@ class _Rows:
         for number in range(len(samples)):
             if self.count >= max_rows:
                 break
-            rows = int(samples[number].loss_mask[2:].sum())
+            rows = len(self._read(number)[0])
             if rows:
                 self.numbers.append(number)
                 self.count += rows
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for number in self.numbers:
-            sample = self.samples[number]
-            kept = sample.loss_mask[2:]
-            features = sample.aux_hidden_states[:-2][kept].flatten(1)
-            states = sample.last_hidden_states[1:-1][kept]
-            yield features.to(self.device, torch.float32), states.to(self.device, torch.float32)
+        return (self._read(number) for number in self.numbers)
+
+    def _read(self, number: int) -> tuple[Tensor, Tensor]:
+        """Supervised rows of a sample; broken states are left to the training loop, which names them."""
+        sample = self.samples[number]
+        kept = sample.loss_mask[2:]
+        features = sample.aux_hidden_states[:-2][kept].flatten(1).to(self.device, torch.float32)
+        states = sample.last_hidden_states[1:-1][kept].to(self.device, torch.float32)
+        whole = features.isfinite().all(-1) & states.isfinite().all(-1)
+        return features[whole], states[whole]
 
 
 def _normed(batches: _Rows, parts: int, eps: float) -> Iterator[tuple[Tensor, Tensor]]:
