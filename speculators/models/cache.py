@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 _FIRST_CAPACITY = 256
+_GROUP_ROWS = 8
 
 
 @dataclass
@@ -26,6 +27,7 @@ class SlotWrite:
     end: int
     positions_BT: Tensor
     _masks: dict[int | None, Tensor | None] = field(default_factory=dict)
+    _groups: list[tuple[slice, int]] | None = None
 
     @classmethod
     def at(cls, rows: slice, starts: Sequence[int], width: int, device: torch.device) -> "SlotWrite":
@@ -39,6 +41,17 @@ class SlotWrite:
         if window not in self._masks:
             self._masks[window] = self._build_mask(window)
         return self._masks[window]
+
+    def groups(self) -> list[tuple[slice, int]]:
+        """Rows to attend together, and the end of their longest: one group, or several where that saves reading."""
+        if self._groups is None:
+            ends = [start + self.width for start in self.starts]
+            parts = [slice(row, min(row + _GROUP_ROWS, len(ends))) for row in range(0, len(ends), _GROUP_ROWS)]
+            grouped = [(rows, max(ends[rows])) for rows in parts]
+            read = sum((rows.stop - rows.start) * end for rows, end in grouped)
+            worth_it = read < 0.8 * len(ends) * self.end
+            self._groups = grouped if worth_it else [(slice(0, len(ends)), self.end)]
+        return self._groups
 
     def _build_mask(self, window: int | None) -> Tensor | None:
         unbounded = window is None or self.end <= window
@@ -97,6 +110,20 @@ class SlotCache:
         if stored is not None:
             fresh[:, :, :capacity] = stored
         return fresh
+
+
+def attend(
+    write: SlotWrite, q_BQTD: Tensor, k_BNED: Tensor, v_BNED: Tensor, scale: float, window: int | None = None
+) -> Tensor:
+    """`slot_attention` of all rows of a write, causal within `window`; short rows do not read as far as long ones."""
+    groups, mask = write.groups(), write.mask(window)
+    if mask is None or len(groups) == 1 or k_BNED.shape[2] != write.end:
+        return slot_attention(q_BQTD, k_BNED, v_BNED, mask, scale)
+    parts = [
+        slot_attention(q_BQTD[rows], k_BNED[rows, :, :end], v_BNED[rows, :, :end], mask[rows, :, :, :end], scale)
+        for rows, end in groups
+    ]
+    return torch.cat(parts)
 
 
 def slot_attention(q_BQTD: Tensor, k_BNED: Tensor, v_BNED: Tensor, mask_B1TE: Tensor | None, scale: float) -> Tensor:

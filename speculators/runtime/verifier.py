@@ -23,7 +23,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from speculators.errors import VerifierError
-from speculators.models.cache import SlotCache, SlotWrite, slot_attention
+from speculators.models.cache import SlotCache, SlotWrite, attend, slot_attention
 from speculators.models.layers import use_skinny_linears
 
 ATTENTION_NAME = "speculators_slots"
@@ -43,15 +43,17 @@ def _attention(
     """Attention under transformers' interface: masks come from the slot write under way, windows from the layer."""
     scale = options.get("scaling")
     scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
-    write = _WRITE.get()
+    write, window = _WRITE.get(), options.get("sliding_window")
+    softcap, sinks = options.get("softcap"), options.get("s_aux")
+    if write is not None and softcap is None and sinks is None:
+        return attend(write, query, key, value, scale, window).transpose(1, 2).contiguous(), None
     if write is not None:
-        mask = write.mask(options.get("sliding_window"))
+        mask = write.mask(window)
     elif attention_mask is not None:
         mask = attention_mask
     else:
         width, end = query.shape[2], key.shape[2]
         mask = torch.ones(width, end, dtype=torch.bool, device=query.device).tril(end - width)[None, None]
-    softcap, sinks = options.get("softcap"), options.get("s_aux")
     if softcap is None and sinks is None:
         out = slot_attention(query, key, value, mask, scale)
     else:

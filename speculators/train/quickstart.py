@@ -4,7 +4,7 @@ from pathlib import Path
 
 from speculators.models import FAMILIES
 from speculators.train.config import TrainConfig
-from speculators.train.recipe import DataConfig, EvaluateConfig, Recipe
+from speculators.train.recipe import DataConfig, EvaluateConfig, ExtractConfig, Recipe
 
 CONVERSATIONS = "conversations-train.jsonl.xz"
 HELD_OUT = "prompts-heldout.jsonl"
@@ -17,21 +17,23 @@ def shipped_data() -> Path:
     return installed if installed.is_dir() else package.parent / "recipes" / "data"
 
 
-# The first family of the table, with its own defaults.
+# The first family of the table. A smaller draft vocabulary halves the cost of a step and loses 3 tokens in 100.
+FAMILY = next(iter(FAMILIES.values()))
 RECIPE = Recipe(
     name="quickstart",
     verifier="smollm2",
-    family=next(iter(FAMILIES)),
-    data=DataConfig(train=(str(shipped_data() / CONVERSATIONS),), limit=1100, max_length=512, validation_rows=24),
+    family=FAMILY.name,
+    draft=FAMILY.draft(draft_vocab_size=4096),
+    data=DataConfig(train=(str(shipped_data() / CONVERSATIONS),), limit=560, max_length=512, validation_rows=16),
+    extract=ExtractConfig(batch_tokens=2048),
     train=TrainConfig(
         epochs=2,
         row_length=1024,
-        accumulation=2,
-        learning_rate=1e-3,
-        warmup_ratio=0.05,
+        learning_rate=6e-4,
+        warmup_ratio=0.03,
         measure_prompts=8,
         measure_tokens=48,
-        checkpoint_every=100,
+        checkpoint_every=200,
     ),
-    evaluate=EvaluateConfig(data={"heldout": str(shipped_data() / HELD_OUT)}, limit=16),
+    evaluate=EvaluateConfig(data={"heldout": str(shipped_data() / HELD_OUT)}, limit=12, max_new_tokens=64),
 )

@@ -28,7 +28,7 @@ from speculators.models.family import VerifierShape
 from speculators.models.losses import VerifierHead
 from speculators.models.speculator import Speculator
 from speculators.runtime.engine import EngineLimits
-from speculators.runtime.evaluate import EvaluateOptions, evaluate, plot_report, report_table, write_report
+from speculators.runtime.evaluate import EvaluateOptions, evaluate, plot_report, write_report
 from speculators.runtime.fetch import COMPLETE, FETCHERS, FOLDER, cache_folder, fetch_verifier
 from speculators.runtime.llm import LLM
 from speculators.runtime.sampling import SamplingParams
@@ -297,7 +297,6 @@ def _evaluate_on(run: Run, prompts: Path, report: Path) -> None:
     found = evaluate(verifier, speculator, conversations, how, speculator_name=name, show=run.progress)
     plot_report(found, report.with_suffix(".png"))
     write_report(found, report)
-    Console(stderr=True, quiet=not run.progress).print(report_table(found))
 
 
 def write_model_card(run: Run) -> bool:
