@@ -61,7 +61,7 @@ def evaluate(
     from speculators.runtime.verifier import Verifier
 
     rows = read_conversations(data, limit)
-    prompts = [[*row.system_messages, {"role": "user", "content": row.user_turns[0]}] for row in rows]
+    prompts = [row.first_turn for row in rows]
     speculator = Speculator.from_pretrained(directory)
     verifier = Verifier.from_pretrained(
         speculator.config.verifier.name_or_path, dtype=dtype, trust_remote_code=trust_remote_code

@@ -69,6 +69,11 @@ class Conversation:
         return [message["content"] for message in self.messages if message["role"] == "user"]
 
     @property
+    def first_turn(self) -> list[Message]:
+        """Everything up to the first thing the user says, which is where an answer is measured."""
+        return [*self.system_messages, {"role": "user", "content": self.user_turns[0]}]
+
+    @property
     def system_messages(self) -> list[Message]:
         """The messages before the first user turn."""
         first_user = next(i for i, message in enumerate(self.messages) if message["role"] == "user")

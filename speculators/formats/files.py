@@ -27,15 +27,11 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 def flush(file: Path) -> None:
     """Make a finished file readable by everyone and its bytes durable."""
     file.chmod(READABLE)
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    flush_folder(file)
 
 
 def flush_folder(folder: Path) -> None:
-    """Make renames inside a folder durable."""
+    """Make renames inside a folder durable (of a file: its bytes)."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

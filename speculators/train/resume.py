@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speculators.errors import TrainingError
+from speculators.formats.files import flush, flush_folder
 from speculators.train.metrics import MetricSums
 
 WRITTEN_BY = "speculators training checkpoint, version 1"
@@ -141,11 +142,11 @@ class CheckpointFolder:
             torch.save(capture_rng(), temporary / "rng.pt")
             (temporary / "state.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
             for name in FILES:
-                _fsync(temporary / name)
+                flush(temporary / name)
             if _read_state(target) is not None:
                 _remove(target)
             os.replace(temporary, target)
-            _fsync(self.directory)
+            flush_folder(self.directory)
         except (OSError, SafetensorError, RuntimeError) as error:
             if temporary is not None:
                 _remove(temporary)
@@ -275,14 +276,6 @@ def _link(link: Path, target: str) -> None:
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target)
     os.replace(temporary, link)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _short(value: object) -> str:

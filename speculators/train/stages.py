@@ -285,7 +285,7 @@ def evaluate_speculator(run: Run) -> bool:
 def _evaluate_on(run: Run, prompts: Path, report: Path) -> None:
     options = run.recipe.evaluate
     rows = read_conversations(prompts, options.limit)
-    conversations = [[*row.system_messages, {"role": "user", "content": row.user_turns[0]}] for row in rows]
+    conversations = [row.first_turn for row in rows]
     verifier = Verifier.from_pretrained(run.verifier, dtype=options.dtype)
     speculator = Speculator.from_pretrained(run.outputs.speculator)
     how = EvaluateOptions(
