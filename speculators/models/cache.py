@@ -117,7 +117,7 @@ def attend(
 ) -> Tensor:
     """`slot_attention` of all rows of a write, causal within `window`; short rows do not read as far as long ones."""
     groups, mask = write.groups(), write.mask(window)
-    if mask is None or len(groups) == 1 or k_BNED.shape[2] != write.end:
+    if mask is None or len(groups) == 1:
         return slot_attention(q_BQTD, k_BNED, v_BNED, mask, scale)
     parts = [
         slot_attention(q_BQTD[rows], k_BNED[rows, :, :end], v_BNED[rows, :, :end], mask[rows, :, :, :end], scale)

@@ -128,8 +128,9 @@ class SampleSource(Protocol):
 class Objective(ABC):
     """A family's training step."""
 
-    def begin(self, draft: nn.Module, samples: SampleSource, verifier_head: VerifierHead) -> None:  # noqa: B027
-        """Prepare a fresh draft for its first step; `samples` are those it will be trained on."""
+    def begin(self, draft: nn.Module, samples: SampleSource, verifier_head: VerifierHead) -> None:
+        """Prepare a fresh draft for its first step; `samples` are those it will be trained on. Most need nothing."""
+        return
 
     @abstractmethod
     def step(self, draft: nn.Module, batch: PackedBatch, verifier_head: VerifierHead) -> StepOutput:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from speculators.errors import UsageError
 from speculators.formats.verifier_weights import VerifierWeights

@@ -45,7 +45,8 @@ def _attention(
     scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
     write, window = _WRITE.get(), options.get("sliding_window")
     softcap, sinks = options.get("softcap"), options.get("s_aux")
-    if write is not None and softcap is None and sinks is None:
+    plain = softcap is None and sinks is None
+    if write is not None and plain:
         return attend(write, query, key, value, scale, window).transpose(1, 2).contiguous(), None
     if write is not None:
         mask = write.mask(window)
@@ -54,7 +55,7 @@ def _attention(
     else:
         width, end = query.shape[2], key.shape[2]
         mask = torch.ones(width, end, dtype=torch.bool, device=query.device).tril(end - width)[None, None]
-    if softcap is None and sinks is None:
+    if plain:
         out = slot_attention(query, key, value, mask, scale)
     else:
         out = _attention_spelled_out(query, key, value, mask, scale, softcap, sinks)

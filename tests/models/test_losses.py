@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from speculators.errors import UsageError
 from speculators.models.losses import TERMS, Head, TokenLoss, VerifierHead, argmax

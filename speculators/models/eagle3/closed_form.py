@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from speculators.models.draft_model import SampleSource
 from speculators.models.eagle3.model import Eagle3Model

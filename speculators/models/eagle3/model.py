@@ -10,7 +10,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from speculators.errors import SpeculatorsError
 from speculators.models.cache import SlotCache, SlotWrite, slot_attention

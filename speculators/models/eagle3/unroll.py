@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from speculators.models.attention import packed_attention, plan_blocks
 from speculators.models.layers import DecoderLayer

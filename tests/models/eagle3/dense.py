@@ -6,7 +6,7 @@ checkpoint's tensor names.
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from speculators.models.draft_model import PackedBatch
 from speculators.models.losses import VerifierHead

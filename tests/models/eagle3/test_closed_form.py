@@ -91,7 +91,7 @@ def test_no_supervised_row_leaves_the_draft_alone() -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     sample = linear_samples(1, seed=4)[0][0]
     sample.loss_mask[:] = False
-    assert closed_form_start(model, [sample], head, 100) == 0  # type: ignore[arg-type]
+    assert closed_form_start(model, [sample], head, 100) == 0
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
