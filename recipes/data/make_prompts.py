@@ -11,17 +11,18 @@ import json
 import os
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypedDict
 
 from prompts.grammar import Decks, load_word_lists
-from prompts.kinds import KINDS, Kind, shares, with_wishes, writers
+from prompts.kinds import KINDS, STRUCTURED_KINDS, Kind, shares, with_wishes, writers
 from prompts.similarity import ShingleIndex
 
 SEED = 20240611
-NUM_TRAIN = 4200
-NUM_HELD_OUT = 200
+# Structured prompts follow with a stream of their own, so that either part can grow without the other's changing.
+NUM_PROMPTS = {"heldout": 200, "train": 4200}
+NUM_STRUCTURED_PROMPTS = {"heldout": 120, "train": 1500}
 MAX_SIMILARITY = 0.5
 MAX_SIMILARITY_TO_HELD_OUT = 0.4
 SYSTEM_SHARE = 0.05
@@ -60,22 +61,28 @@ class Taken:
             self.held_out_cores.take(core)
 
 
-def write_prompts(num_prompts: int, split: str, taken: Taken) -> list[Row]:
-    """Return the prompts of one split in random order; `taken` holds those of earlier splits and takes the new ones.
+def write_prompts(kinds: Sequence[Kind], num_prompts: int, split: str, stream: str, taken: Taken) -> list[Row]:
+    """Return prompts of one split in random order; `taken` holds those written before and takes the new ones.
 
     Raises `ValueError` when a kind has too few templates and words for its share.
     """
-    rng = random.Random(f"{SEED}-{split}")
+    rng = random.Random(stream)
     decks = Decks(load_word_lists(), rng, held_out=split == "heldout")
-    write = writers(decks)
-    counts = shares(num_prompts)
+    write = writers(kinds, decks)
+    counts = shares(kinds, num_prompts)
     rows = [
         finish_row(kind, next_text(write[kind.name], kind, split, decks, taken), decks)
-        for kind in KINDS
+        for kind in kinds
         for _ in range(counts[kind.name])
     ]
     rng.shuffle(rows)
-    return [{"id": f"{split}-{number:05d}", **row} for number, row in enumerate(rows, start=1)]
+    return rows
+
+
+def interleaved(first: list[Row], second: list[Row]) -> list[Row]:
+    """Return both lists as one in which every stretch holds them in proportion, each in its own order."""
+    places = [((number + 0.5) / len(rows), row) for rows in (first, second) for number, row in enumerate(rows)]
+    return [row for _, row in sorted(places, key=lambda place: place[0])]
 
 
 def next_text(write: Callable[[], str], kind: Kind, split: str, decks: Decks, taken: Taken) -> str:
@@ -119,9 +126,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder for the two files")
     folder = parser.parse_args().out
     folder.mkdir(parents=True, exist_ok=True)
-    taken = Taken()
-    for split, count in (("heldout", NUM_HELD_OUT), ("train", NUM_TRAIN)):
-        rows = write_prompts(count, split, taken)
+    taken, written = Taken(), {}
+    for kinds, counts, name in ((KINDS, NUM_PROMPTS, ""), (STRUCTURED_KINDS, NUM_STRUCTURED_PROMPTS, "-structured")):
+        for split, count in counts.items():
+            rows = write_prompts(kinds, count, split, f"{SEED}-{split}{name}", taken)
+            rows = [{"id": f"{split}{name}-{number:05d}", **row} for number, row in enumerate(rows, start=1)]
+            written[split] = interleaved(written[split], rows) if split in written else rows
+    for split, rows in written.items():
         write_jsonl(folder / f"prompts-{split}.jsonl", rows)
         sys.stdout.write(f"{folder / f'prompts-{split}.jsonl'}: {len(rows)} prompts\n")
 

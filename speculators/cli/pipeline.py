@@ -159,10 +159,10 @@ def _usual_layer_ids(model: str, speculator_type: str | None) -> list[int]:
     from speculators.errors import UsageError
     from speculators.extract.fingerprint import verifier_directory
     from speculators.formats.checkpoint import read_config
-    from speculators.models import FAMILIES
+    from speculators.models import DEFAULT_FAMILY, FAMILIES
     from speculators.models.family import VerifierShape
 
-    name = speculator_type or next(iter(FAMILIES))
+    name = speculator_type or DEFAULT_FAMILY.name
     if name not in FAMILIES:
         raise UsageError(f"there is no speculator type {name!r}; known: {', '.join(sorted(FAMILIES))}")
     shape = VerifierShape.from_config_dict(read_config(verifier_directory(model)), model)

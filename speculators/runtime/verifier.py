@@ -24,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from speculators.errors import VerifierError
 from speculators.models.cache import SlotCache, SlotWrite, attend, slot_attention
+from speculators.models.hardware import multiplies_bfloat16
 from speculators.models.layers import use_skinny_linears
 
 ATTENTION_NAME = "speculators_slots"
@@ -147,8 +148,8 @@ class Verifier:
     ) -> Verifier:
         """Load a verifier from a local folder or a hub id.
 
-        `dtype` "auto" is the checkpoint's own, but float32 on a CPU without bf16 matrix instructions, where bf16 GEMMs
-        are several times slower. Raises VerifierError when config, weights or tokenizer cannot be read.
+        `dtype` "auto" is the checkpoint's own, but float32 on a CPU without bf16 instructions, where bf16 products are
+        several times slower. Raises VerifierError when config, weights or tokenizer cannot be read.
         """
         name = str(name_or_path)
         target = torch.device(device) if device is not None else default_device()
@@ -326,6 +327,6 @@ def resolve_dtype(dtype: str | torch.dtype, config: PretrainedConfig, device: to
             raise VerifierError(f"dtype {dtype!r} is not known; expected auto or one of {', '.join(sorted(DTYPES))}")
         return DTYPES[dtype]
     stored = getattr(config.get_text_config(), "dtype", None) or torch.float32
-    if device.type == "cpu" and not torch.cpu._is_amx_tile_supported():
+    if device.type == "cpu" and not multiplies_bfloat16(device):
         return torch.float32
     return stored if isinstance(stored, torch.dtype) else DTYPES[str(stored)]

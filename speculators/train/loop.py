@@ -17,6 +17,7 @@ from torch import nn
 
 from speculators.errors import TrainingError
 from speculators.models.draft_model import DraftModel, Objective, PackedBatch, SampleSource
+from speculators.models.hardware import multiplies_bfloat16
 from speculators.models.losses import VerifierHead
 from speculators.models.memory import keep_freed_memory
 from speculators.train.config import ComputeDtype, TrainConfig
@@ -83,11 +84,7 @@ def compute_dtype(name: ComputeDtype, device: torch.device) -> torch.dtype:
     """What matrix products run in; "auto" is bfloat16 where the hardware multiplies it, else float32."""
     if name != "auto":
         return torch.float32 if name == "float32" else torch.bfloat16
-    if device.type == "cpu":
-        fast = torch.cpu._is_amx_tile_supported()
-    else:
-        fast = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.bfloat16 if fast else torch.float32
+    return torch.bfloat16 if multiplies_bfloat16(device) else torch.float32
 
 
 class _Run:

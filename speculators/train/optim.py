@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 
 from speculators.errors import TrainingError
+from speculators.models.hardware import multiplies_bfloat16
 from speculators.train.config import ScheduleName, TrainConfig
 
 # Rows of these are looked up or scored one by one; orthogonalising them jointly makes no sense.
@@ -18,7 +19,7 @@ TABLES = ("embed_tokens.weight", "lm_head.weight")
 class Float32Muon(Muon):
     """`torch.optim.Muon` whose orthogonalisation runs in float32.
 
-    Same state and same update rule; torch rounds the Newton-Schulz iteration to bfloat16, which a CPU without matrix
+    Same state and same update rule; torch rounds the Newton-Schulz iteration to bfloat16, which a CPU without
     instructions for it multiplies some 25 times slower than float32.
     """
 
@@ -86,7 +87,7 @@ def build_optimizers(parameters: Iterable[tuple[str, nn.Parameter]], config: Tra
     rest = [parameter for _, parameter in named if id(parameter) not in taken]
     optimizers: dict[str, Optimizer] = {}
     if muon:
-        kernel = Float32Muon if muon[0].device.type == "cpu" else Muon
+        kernel = Muon if multiplies_bfloat16(muon[0].device) else Float32Muon
         optimizers["muon"] = kernel(
             muon,
             lr=config.learning_rate,

@@ -18,6 +18,7 @@ KINDS = {
     "reasoning", "stem", "humanities", "code_write", "code_idea", "code_other", "code_explain", "code_fix",
     "arithmetic", "word_problem", "rewrite", "summary", "extraction", "passage_qa", "list", "compare", "translate",
     "brainstorm",
+    "function_write", "class_write", "sql_query", "web_page", "series", "math_steps", "convert_text", "form_letter",
 }  # fmt: skip
 BENCHMARK_PROMPTS = (
     "A robe takes 2 bolts of blue fiber and half that much white fiber. How many bolts in total does it take?",
@@ -63,9 +64,17 @@ def test_generator_writes_the_shipped_files_byte_for_byte(tmp_path: Path) -> Non
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(path.name for path in FILES.values())
 
 
-@pytest.mark.parametrize(("split", "count"), [("train", 4200), ("heldout", 200)])
-def test_counts_ids_and_row_form(rows: dict[str, list[dict[str, Any]]], split: str, count: int) -> None:
-    assert [row["id"] for row in rows[split]] == [f"{split}-{number:05d}" for number in range(1, count + 1)]
+@pytest.mark.parametrize(("split", "count", "structured"), [("train", 4200, 1500), ("heldout", 200, 120)])
+def test_counts_ids_and_row_form(
+    rows: dict[str, list[dict[str, Any]]], split: str, count: int, structured: int
+) -> None:
+    ids = [row["id"] for row in rows[split]]
+    general = [name for name in ids if "structured" not in name]
+    assert general == [f"{split}-{number:05d}" for number in range(1, count + 1)]
+    others = [name for name in ids if "structured" in name]
+    assert others == [f"{split}-structured-{number:05d}" for number in range(1, structured + 1)]
+    # Any stretch of the file holds both in proportion.
+    assert sum("structured" in name for name in ids[:64]) == pytest.approx(64 * structured / (count + structured), abs=1)
     for row in rows[split]:
         assert set(row) <= {"id", "kind", "turns", "system"}
         assert 1 <= len(row["turns"]) <= 2
@@ -77,7 +86,7 @@ def test_every_kind_is_there_and_none_dominates(rows: dict[str, list[dict[str, A
     counts = Counter(row["kind"] for row in rows[split])
     assert set(counts) == KINDS
     assert max(counts.values()) <= 0.08 * len(rows[split])
-    assert min(counts.values()) >= 0.01 * len(rows[split])
+    assert min(counts.values()) >= 0.006 * len(rows[split])
 
 
 def test_shares_of_second_turns_and_system_messages(rows: dict[str, list[dict[str, Any]]]) -> None:
@@ -136,7 +145,7 @@ def test_no_slot_is_left_unfilled(rows: dict[str, list[dict[str, Any]]]) -> None
     for row in rows["train"] + rows["heldout"]:
         text = " ".join(row["turns"])
         if "code" not in row["kind"]:
-            assert not re.search(r"[{}]|\[\[|\|", text), text
+            assert not re.search(r"\{[a-z_]+\d?(:[^}]*)?\}|\[\[|\|", text), text
         assert not re.search(r"@\w+@|\\n|<code>", text), text
 
 

@@ -1,6 +1,6 @@
 """The kinds of prompts, their shares of the data set, and how one prompt of each kind is written."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -53,12 +53,24 @@ KINDS = (
     Kind("brainstorm", 140, "followup_list", "tail_list"),
 )
 
+# Answers with a fixed form: code, tables, series, calculations by steps.
+STRUCTURED_KINDS = (
+    Kind("function_write", 42, "followup_code", None),
+    Kind("class_write", 30, "followup_code", None),
+    Kind("sql_query", 16, "followup_code", None),
+    Kind("web_page", 20, "followup_code", None),
+    Kind("series", 33, "followup_list", None),
+    Kind("math_steps", 52, "followup_math", None),
+    Kind("convert_text", 32, "followup_text", None),
+    Kind("form_letter", 25, "followup_writing", None),
+)
 
-def shares(total: int) -> dict[str, int]:
+
+def shares(kinds: Sequence[Kind], total: int) -> dict[str, int]:
     """Return how many prompts of each kind make `total` (largest remainders, so that the sum is exact)."""
-    weights = sum(kind.weight for kind in KINDS)
-    counts = {kind.name: total * kind.weight // weights for kind in KINDS}
-    by_remainder = sorted(KINDS, key=lambda kind: total * kind.weight % weights, reverse=True)
+    weights = sum(kind.weight for kind in kinds)
+    counts = {kind.name: total * kind.weight // weights for kind in kinds}
+    by_remainder = sorted(kinds, key=lambda kind: total * kind.weight % weights, reverse=True)
     for kind in by_remainder[: total - sum(counts.values())]:
         counts[kind.name] += 1
     return counts
@@ -80,8 +92,8 @@ def from_template(decks: Decks, deck: str) -> str:
     return decks.expand(decks.deal(deck))
 
 
-def writers(decks: Decks) -> dict[str, Callable[[], str]]:
-    """Return for each kind a function that writes one prompt."""
+def writers(kinds: Sequence[Kind], decks: Decks) -> dict[str, Callable[[], str]]:
+    """Return for each of `kinds` a function that writes one prompt."""
     composer = Composer(decks)
     made: dict[str, Callable[[], str]] = {
         "summary": composer.summary,
@@ -93,7 +105,7 @@ def writers(decks: Decks) -> dict[str, Callable[[], str]]:
         "word_problem": composer.word_problem,
         "arithmetic": composer.arithmetic,
     }
-    for kind in KINDS:
+    for kind in kinds:
         if kind.name not in made:
             deck = f"_{kind.name}"
             decks.add(deck, read_lines(ROOT / "templates" / f"{kind.name}.txt"))
