@@ -35,12 +35,15 @@ def quickstart(
     """Train, measure and card a speculator for SmolLM2 on the shipped conversations; no GPU needed."""
     from rich.console import Console
 
+    from speculators.models.hardware import multiplies_bfloat16
     from speculators.runtime.evaluate import report_table
+    from speculators.runtime.verifier import default_device
     from speculators.train.overrides import apply_overrides
-    from speculators.train.quickstart import RECIPE
+    from speculators.train.quickstart import quickstart_recipe
     from speculators.train.stages import STAGES, Run
 
-    work = Run(apply_overrides(RECIPE, [*(overrides or []), f"out={json.dumps(str(out))}"]))
+    recipe = quickstart_recipe(bfloat16=multiplies_bfloat16(default_device()))
+    work = Run(apply_overrides(recipe, [*(overrides or []), f"out={json.dumps(str(out))}"]))
     work.run(list(STAGES))
     name = next(iter(work.recipe.evaluate.data))
     report = json.loads(work.outputs.evaluation(name, alone=True).read_text(encoding="utf-8"))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from speculators.runtime.engine import EngineLimits
 from speculators.runtime.fetch import fetch_verifier
@@ -39,8 +40,21 @@ def test_every_conversation_answers_a_prompt_of_its_split(split: str) -> None:
     assert {row["temperature"] for row in rows} == {0.0, 0.8}
 
 
+def test_there_are_thousands_of_them_and_every_held_out_prompt_has_one() -> None:
+    assert len(conversations("train")) >= 3000
+    assert [row["id"] for row in conversations("heldout")] == list(prompts("heldout"))
+
+
 def test_the_files_are_small_enough_to_ship() -> None:
     assert sum(path.stat().st_size for path in DATA.glob("*.jsonl*")) < 5_000_000
+
+
+@pytest.mark.full
+def test_the_answers_have_600_000_tokens() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(fetch_verifier("smollm2"))
+    rows = conversations("train") + conversations("heldout")
+    answers = [m["content"] for row in rows for m in row["messages"] if m["role"] == "assistant"]
+    assert sum(len(ids) for ids in tokenizer(answers)["input_ids"]) >= 600_000
 
 
 @pytest.mark.full

@@ -12,7 +12,7 @@ from speculators.models import FAMILIES
 from speculators.train.__main__ import load_recipe
 from speculators.train.config import TrainConfig
 from speculators.train.overrides import apply_overrides
-from speculators.train.quickstart import RECIPE as QUICKSTART
+from speculators.train.quickstart import quickstart_recipe
 from speculators.train.recipe import DataConfig, Recipe, run
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -157,8 +157,16 @@ def test_a_wrong_command_line_ends_with_a_message(words: list[str], message: str
 
 
 def test_the_quickstart_can_be_resolved() -> None:
-    assert QUICKSTART.out == "out/quickstart"
-    assert apply_overrides(QUICKSTART, ["out=elsewhere"]).out == "elsewhere"
+    recipe = quickstart_recipe(bfloat16=True)
+    assert recipe.out == "out/quickstart"
+    assert apply_overrides(recipe, ["out=elsewhere"]).out == "elsewhere"
+
+
+def test_the_quickstart_takes_fewer_rows_where_products_are_slow() -> None:
+    fast, slow = quickstart_recipe(bfloat16=True), quickstart_recipe(bfloat16=False)
+    assert slow.data.limit is not None and fast.data.limit is not None
+    assert slow.data.limit < fast.data.limit
+    assert slow.model_copy(update={"data": fast.data}) == fast
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.py")), ids=lambda path: path.stem)
