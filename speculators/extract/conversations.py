@@ -19,6 +19,7 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
+import re
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -93,11 +94,15 @@ class TokenRow:
 Row = Conversation | TokenRow
 
 
-def read_rows(paths: str | Path | Iterable[str | Path], limit: int | None = None) -> Iterator[Row]:
-    """Yield the rows of one or several files, in order, `limit` at most.
+def read_rows(
+    paths: str | Path | Iterable[str | Path], limit: int | None = None, match: str | None = None
+) -> Iterator[Row]:
+    """Yield the rows of one or several files, in order, `limit` at most, of those whose id `match` is found in.
 
-    A DataError names file and line of anything malformed or empty, of an id seen before, and of a file with no rows.
+    `match` is a regular expression. A DataError names file and line of anything malformed or empty, of an id seen
+    before, and of a file with no rows, or with none that matches.
     """
+    wanted = re.compile(match or "")
     files = [Path(paths)] if isinstance(paths, (str, Path)) else [Path(path) for path in paths]
     seen: dict[str, Where] = {}
     count = 0
@@ -111,16 +116,21 @@ def read_rows(paths: str | Path | Iterable[str | Path], limit: int | None = None
                 before = seen[row.row_id]
                 raise row.where.fault(f"id {row.row_id!r} was used at {before.path}:{before.line}; ids must be unique")
             seen[row.row_id] = row.where
-            empty = False
-            count += 1
-            yield row
+            if wanted.search(row.row_id):
+                empty = False
+                count += 1
+                yield row
+        if empty and match is not None:
+            raise DataError(f"the file has no row whose id has a match of {match!r}", path=path)
         if empty:
             raise DataError("the file has no rows; expected one JSON object a line", path=path)
 
 
-def read_conversations(paths: str | Path | Iterable[str | Path], limit: int | None = None) -> Iterator[Conversation]:
+def read_conversations(
+    paths: str | Path | Iterable[str | Path], limit: int | None = None, match: str | None = None
+) -> Iterator[Conversation]:
     """Yield rows as `read_rows` does; a row of tokens is a DataError, since nobody can talk with it."""
-    for row in read_rows(paths, limit):
+    for row in read_rows(paths, limit, match):
         if isinstance(row, TokenRow):
             raise row.where.fault("the row holds input_ids; expected turns, prompt, messages or conversations")
         yield row

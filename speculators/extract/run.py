@@ -35,13 +35,15 @@ class PrepareOptions:
     """How conversations become rows.
 
     Rows are cut at `max_length` tokens; `turns` is "all" answers or the "last" one; `template_options` go to the chat
-    template by name; `limit` takes the first rows only. `draft_vocab_size` writes `draft_vocab.safetensors` too.
+    template by name; `limit` takes the first rows only, of those whose id the regular
+    expression `match` is found in. `draft_vocab_size` writes `draft_vocab.safetensors` too.
     """
 
     max_length: int = 2048
     turns: Turns = "all"
     template_options: Mapping[str, Any] = field(default_factory=dict)
     limit: int | None = None
+    match: str | None = None
     draft_vocab_size: int | None = None
     trust_remote_code: bool = False
 
@@ -109,7 +111,7 @@ def prepare(
     }
     prepared = _finished(output, request)
     if prepared is None:
-        rows = read_rows(files, options.limit)
+        rows = read_rows(files, options.limit, options.match)
         prepared = prepare_rows(rows, encoder, output, request, progress=progress)
     if options.draft_vocab_size is not None:
         prepared.write_draft_vocab(options.draft_vocab_size, _ending_ids(verifier, tokenizer, encoder.vocab_size))
@@ -152,7 +154,7 @@ def extract(
     return HiddenStatesStore.open(output)
 
 
-_ROW_OPTIONS = ("max_length", "turns", "template_options", "limit")
+_ROW_OPTIONS = ("max_length", "turns", "template_options", "limit", "match")
 
 
 def _finished(output: Path, request: dict[str, Any]) -> PreparedData | None:

@@ -23,8 +23,8 @@ _SKINNY_ROWS = range(1, 129)
 class SkinnyLinear(nn.Linear):
     """A linear layer that is fast for a few rows on a CPU.
 
-    Without gradients, in float32 on a CPU and for up to 128 rows, it multiplies in the order (W xᵀ)ᵀ: the BLAS kernel of
-    the other order is two to three times slower there. So is the one for a single row, which is therefore doubled.
+    Without gradients, in float32 on a CPU and for up to 128 rows, it multiplies in the order (W xᵀ)ᵀ: the BLAS kernel
+    of the other order is two to three times slower there. So is the one for a single row, which is therefore doubled.
     """
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002

@@ -36,6 +36,7 @@ class TrainConfig(Section):
     weight_decay: float = Field(default=0.0, ge=0)
     betas: tuple[float, float] = (0.9, 0.95)
     momentum: float = Field(default=0.95, ge=0, lt=1, description="of Muon")
+    ns_steps: int = Field(default=5, ge=1, lt=100, description="Newton-Schulz iterations of Muon")
     warmup_ratio: float = Field(default=0.03, ge=0, lt=1)
     schedule: ScheduleName = "cosine"
     decay_ratio: float = Field(default=0.2, gt=0, le=1, description="share of the steps that wsd decays over")

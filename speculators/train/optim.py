@@ -93,6 +93,7 @@ def build_optimizers(parameters: Iterable[tuple[str, nn.Parameter]], config: Tra
             lr=config.learning_rate,
             weight_decay=config.weight_decay,
             momentum=config.momentum,
+            ns_steps=config.ns_steps,
             adjust_lr_fn="match_rms_adamw",
         )
     groups = [

@@ -12,13 +12,14 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import re
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, SerializeAsAny, model_validator
 
 from speculators.errors import SpeculatorsError, UsageError
 from speculators.models import FAMILIES
@@ -31,7 +32,16 @@ def _as_tuple(value: object) -> object:
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
+def _as_pattern(value: str | None) -> str | None:
+    try:
+        re.compile(value or "")
+    except re.error as error:
+        raise ValueError(f"{value!r} is no regular expression: {error}") from error
+    return value
+
+
 Files = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
+Pattern = Annotated[str | None, AfterValidator(_as_pattern)]
 
 
 class RegenerateConfig(Section):
@@ -61,6 +71,7 @@ class DataConfig(Section):
     turns: Literal["all", "last"] = "all"
     template_options: dict[str, Any] = Field(default_factory=dict, description="passed to the chat template by name")
     limit: int | None = Field(default=None, ge=1, description="rows read; all where not given")
+    match: Pattern = Field(default=None, description="regular expression found in the ids of the rows that are read")
     validation_rows: int = Field(default=64, ge=0)
 
 
@@ -83,6 +94,8 @@ class EvaluateConfig(Section):
     num_speculative_tokens: int | None = Field(default=None, ge=1, description="the speculator's own where not given")
     max_new_tokens: int = Field(default=96, ge=1)
     limit: int | None = Field(default=None, ge=1, description="prompts of each file")
+    match: Pattern = Field(default=None, description="regular expression found in the ids of the prompts")
+    max_num_seqs: int = Field(default=1, ge=1, description="prompts under way at once; speeds are those of this batch")
     temperature: float = Field(default=0.0, ge=0)
     dtype: str = "auto"
 

@@ -202,6 +202,7 @@ def prepare_data(run: Run) -> bool:
                 turns=options.turns,
                 template_options=options.template_options,
                 limit=options.limit,
+                match=options.match,
                 draft_vocab_size=run.draft_vocab_size,
             )
             extraction.prepare(run.verifier, files, run.outputs.prepared, how, progress=run.progress)
@@ -284,7 +285,7 @@ def evaluate_speculator(run: Run) -> bool:
 
 def _evaluate_on(run: Run, prompts: Path, report: Path) -> None:
     options = run.recipe.evaluate
-    rows = read_conversations(prompts, options.limit)
+    rows = read_conversations(prompts, options.limit, options.match)
     conversations = [row.first_turn for row in rows]
     verifier = Verifier.from_pretrained(run.verifier, dtype=options.dtype)
     speculator = Speculator.from_pretrained(run.outputs.speculator)
@@ -292,6 +293,7 @@ def _evaluate_on(run: Run, prompts: Path, report: Path) -> None:
         num_speculative_tokens=options.num_speculative_tokens,
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
+        max_num_seqs=options.max_num_seqs,
     )
     name = str(run.outputs.speculator)
     found = evaluate(verifier, speculator, conversations, how, speculator_name=name, show=run.progress)

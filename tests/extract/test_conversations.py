@@ -63,6 +63,14 @@ def test_limit_counts_over_all_files(tmp_path: Path) -> None:
     assert [row.user_turns for row in read_conversations([a, b], limit=3)] == [["1"], ["2"], ["3"]]
 
 
+def test_match_is_found_in_ids_and_comes_before_the_limit(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", *({"id": f"{kind}-{n}", "prompt": "x"} for n in range(3) for kind in "ab"))
+    assert [row.row_id for row in read_rows(path, limit=2, match="^b")] == ["b-0", "b-1"]
+    assert [row.row_id for row in read_rows(path, match="[12]$")] == ["a-1", "b-1", "a-2", "b-2"]
+    with pytest.raises(DataError, match=r"a\.jsonl: the file has no row whose id has a match of 'c'"):
+        list(read_rows(path, match="c"))
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

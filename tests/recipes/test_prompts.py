@@ -74,7 +74,8 @@ def test_counts_ids_and_row_form(
     others = [name for name in ids if "structured" in name]
     assert others == [f"{split}-structured-{number:05d}" for number in range(1, structured + 1)]
     # Any stretch of the file holds both in proportion.
-    assert sum("structured" in name for name in ids[:64]) == pytest.approx(64 * structured / (count + structured), abs=1)
+    expected = 64 * structured / (count + structured)
+    assert sum("structured" in name for name in ids[:64]) == pytest.approx(expected, abs=1)
     for row in rows[split]:
         assert set(row) <= {"id", "kind", "turns", "system"}
         assert 1 <= len(row["turns"]) <= 2

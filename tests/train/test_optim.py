@@ -126,7 +126,9 @@ def test_muon_takes_the_matrices_and_adamw_the_rest() -> None:
             self.lm_head = nn.Linear(4, 7, bias=False)
 
     draft = Draft()
-    optimizers = build_optimizers(draft.named_parameters(), TrainConfig(optimizer="muon", weight_decay=0.1))
+    config = TrainConfig(optimizer="muon", weight_decay=0.1, ns_steps=4)
+    optimizers = build_optimizers(draft.named_parameters(), config)
+    assert optimizers["muon"].param_groups[0]["ns_steps"] == 4
     names = {id(parameter): name for name, parameter in draft.named_parameters()}
     taken = {
         kind: {names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]}

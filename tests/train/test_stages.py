@@ -105,12 +105,14 @@ def test_complete_stages_are_skipped(finished: Recipe) -> None:
 def test_a_changed_stage_and_what_depends_on_it_are_run_again(finished: Recipe) -> None:
     out = Path(finished.out)
     before = modified(out)
-    changed = finished.model_copy(update={"evaluate": finished.evaluate.model_copy(update={"max_new_tokens": 5})})
+    measured = {"max_new_tokens": 5, "max_num_seqs": 2, "match": "3$"}
+    changed = finished.model_copy(update={"evaluate": finished.evaluate.model_copy(update=measured)})
     Run(changed, progress=False).run(list(STAGES))
     after = modified(out)
     touched = {Path(path).relative_to(out).parts[0] for path in after if before.get(path) != after[path]}
     assert touched == {"recipe.json", "evaluation.json", "evaluation.png", "speculator", "stages", "timings.json"}
-    assert json.loads((out / "evaluation.json").read_text(encoding="utf-8"))["max_new_tokens"] == 5
+    report = json.loads((out / "evaluation.json").read_text(encoding="utf-8"))
+    assert (report["max_new_tokens"], report["max_num_seqs"], report["num_prompts"]) == (5, 2, 1)
 
 
 def test_other_training_settings_are_refused_in_the_same_folder(finished: Recipe) -> None:
