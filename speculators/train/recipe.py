@@ -119,6 +119,7 @@ class Recipe(Section):
     extract: ExtractConfig = ExtractConfig()
     train: TrainConfig = TrainConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
+    threads: int | None = Field(default=None, ge=1, description="CPU threads; see `threads.cpu_threads`")
     out: str = ""
 
     @model_validator(mode="before")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from rich.console import Console
 
 from speculators.errors import UsageError, VerifierError
@@ -37,6 +39,7 @@ from speculators.train.dataset import Rows, split_rows
 from speculators.train.journal import Journal, file_digest
 from speculators.train.loop import TrainingTask, TrainResult, train
 from speculators.train.metrics import draw_curves
+from speculators.train.threads import cpu_threads, usable_cores
 
 if TYPE_CHECKING:
     from speculators.train.recipe import Recipe
@@ -89,6 +92,9 @@ class Run:
 
     def run(self, stages: Sequence[str]) -> None:
         """Run some stages in their order."""
+        threads = cpu_threads(self.recipe.threads, os.environ, usable_cores())
+        if threads is not None:
+            torch.set_num_threads(threads)
         console = Console(stderr=True, quiet=not self.progress)
         write_text(self.outputs.out / "recipe.json", json.dumps(self.recipe.model_dump(mode="json"), indent=2) + "\n")
         for name in STAGES:
