@@ -33,6 +33,7 @@ from speculators.extract.store import HiddenStatesStore
 from speculators.formats.verifier_weights import load_verifier_weights
 from speculators.models.eagle3.draft import Eagle3Draft
 from speculators.models.eagle3.objective import Eagle3Objective
+from speculators.models.hardware import multiplies_bfloat16
 from speculators.models.losses import VerifierHead
 from speculators.models.speculator import Speculator
 from speculators.train.config import TrainConfig
@@ -55,7 +56,7 @@ def extract_states(name: str, args: argparse.Namespace, rows: Path) -> Run:
         draft=Eagle3Draft(draft_vocab_size=args.draft_vocab_size),
         objective=Eagle3Objective(ttt_steps=TTT_STEPS),
         data=DataConfig(train=(str(rows),), max_length=ROW_LENGTH, validation_rows=0),
-        extract=ExtractConfig(dtype="float32"),
+        extract=ExtractConfig(),
         out=str(args.out / name),
     )
     run = Run(recipe)
@@ -244,11 +245,12 @@ def main() -> int:
     parser.add_argument("--warmup", type=int, default=4, help="steps of a round that are not counted")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--accuracy", type=int, metavar="EPOCHS", help="train both this long and compare accuracy too")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the matrix products")
+    fast = "bfloat16" if multiplies_bfloat16(torch.device("cpu")) else "float32"
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default=fast, help="of the matrix products")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--draft-vocab-size", type=int, default=8192)
     parser.add_argument("--optimizer", choices=("adamw", "muon"), default="muon")
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
     args = parser.parse_args()
     if args.out.exists():
         parser.error(f"{args.out} exists; name a new folder or remove it")

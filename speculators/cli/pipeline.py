@@ -50,7 +50,7 @@ def quickstart(
     Console().print(report_table(report))
     folder = work.outputs.speculator
     say("Try next:")
-    say(f'  speculators generate {folder} --chat "What is a prime number?"')
+    say(f'  speculators generate {folder} --chat "Write an SQL query that counts the books of each author."')
     say(f"  speculators serve {folder} --port 8123")
 
 
