@@ -60,6 +60,8 @@ def test_quickstart_ends_with_a_table_and_the_next_commands(
         f"regenerate.prompts={json.dumps([str(prompts)])}",
         "regenerate.max_new_tokens=12",
         "draft.draft_vocab_size=128",
+        "data.match=null",
+        "evaluate.match=null",
         "data.validation_rows=1",
         "train.epochs=1",
         "train.measure_tokens=4",
