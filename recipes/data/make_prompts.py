@@ -131,7 +131,7 @@ def main() -> None:
         for split, count in counts.items():
             rows = write_prompts(kinds, count, split, f"{SEED}-{split}{name}", taken)
             rows = [{"id": f"{split}{name}-{number:05d}", **row} for number, row in enumerate(rows, start=1)]
-            written[split] = interleaved(written[split], rows) if split in written else rows
+            written[split] = interleaved(written.get(split, []), rows)
     for split, rows in written.items():
         write_jsonl(folder / f"prompts-{split}.jsonl", rows)
         sys.stdout.write(f"{folder / f'prompts-{split}.jsonl'}: {len(rows)} prompts\n")

@@ -120,10 +120,9 @@ def read_rows(
                 empty = False
                 count += 1
                 yield row
-        if empty and match is not None:
-            raise DataError(f"the file has no row whose id has a match of {match!r}", path=path)
         if empty:
-            raise DataError("the file has no rows; expected one JSON object a line", path=path)
+            no_rows, no_match = "no rows; expected one JSON object a line", f"no row whose id has a match of {match!r}"
+            raise DataError(f"the file has {no_rows if match is None else no_match}", path=path)
 
 
 def read_conversations(

@@ -35,8 +35,8 @@ class PrepareOptions:
     """How conversations become rows.
 
     Rows are cut at `max_length` tokens; `turns` is "all" answers or the "last" one; `template_options` go to the chat
-    template by name; `limit` takes the first rows only, of those whose id the regular
-    expression `match` is found in. `draft_vocab_size` writes `draft_vocab.safetensors` too.
+    template by name; `limit` takes the first rows only, of those whose id the regular expression `match` is found in.
+    `draft_vocab_size` writes `draft_vocab.safetensors` too.
     """
 
     max_length: int = 2048
