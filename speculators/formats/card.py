@@ -63,15 +63,14 @@ def _front_matter(config: SpeculatorConfig) -> str:
 
 
 def _summary(config: SpeculatorConfig) -> str:
-    layer = config.transformer_layer_config
-    drafted = config.num_speculative_tokens
+    drafted, depths = config.num_speculative_tokens, config.aux_layer_ids
+    features = f"of depths {', '.join(map(str, depths))}" if depths else "after its final norm"
     return (
         f"A draft model for speculative decoding with `{config.verifier.name_or_path}`: it proposes {drafted} "
         f"token{'s' if drafted > 1 else ''} per step, the verifier keeps those that it would have written itself, and "
         f"the text stays the verifier's own.\n\n"
-        f"Family `{config.speculators_model_type}`, {layer.num_hidden_layers} "
-        f"`{layer.model_type}` layer{'s' if layer.num_hidden_layers > 1 else ''} of width {layer.hidden_size}, "
-        f"verifier features of depths {', '.join(map(str, config.aux_layer_ids))}."
+        f"Family `{config.speculators_model_type}`, {config.network()}, "
+        f"verifier features {features}."
     )
 
 

@@ -9,53 +9,17 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from importlib import metadata
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
+from speculators.formats.decoder import DecoderConfig, Size, Strict, Vocabulary
 from speculators.formats.faults import config_faults, contradictions, error_of, fault, shown
 
 MAX_SPECULATIVE_TOKENS = 128  # vLLM's rejection sampler asserts on more
 _FALLBACK_VERSION = "0.1.0"
 
-Size = Annotated[int, Field(gt=0, le=1 << 20)]
-Vocabulary = Annotated[int, Field(gt=0, le=1 << 24)]
 Dtype = Literal["float32", "bfloat16", "float16"]
-
-# rope_type -> (keys it cannot do without, keys it may have) besides rope_type, rope_theta and partial_rotary_factor.
-_LLAMA3_KEYS = frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"})
-_YARN_KEYS = frozenset(
-    {
-        "original_max_position_embeddings",
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
-    }
-)
-ROPE_TYPES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
-    "default": (frozenset(), frozenset()),
-    "linear": (frozenset({"factor"}), frozenset()),
-    "llama3": (_LLAMA3_KEYS, frozenset()),
-    "yarn": (frozenset({"factor"}), _YARN_KEYS),
-}
-
-# What transformers writes about itself and its caller: no number of the draft depends on it, so reading drops it.
-# fmt: off
-_HF_BOOKKEEPING = frozenset({
-    "_name_or_path", "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "transformers_version",
-    "architectures", "dtype", "torch_dtype", "return_dict", "output_attentions", "output_hidden_states",
-    "chunk_size_feed_forward", "is_encoder_decoder", "id2label", "label2id", "problem_type",
-})
-# Keys of a decoder block that are written only where they were given.
-_WHEN_GIVEN = frozenset({
-    "num_aux_hidden_states", "num_aux_layers", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id",
-    "attention_dropout", "max_window_layers", "use_cache", "pretraining_tp", "partial_rotary_factor", "logit_scale",
-    "is_causal", "is_neox_style", "qkv_bias",
-})
-# fmt: on
 
 
 class TensorSpec(NamedTuple):
@@ -66,22 +30,14 @@ class TensorSpec(NamedTuple):
     required: bool = True
 
 
-class _Strict(BaseModel):
-    """Refuses unknown keys, values of another type and numbers that are not finite; cannot be changed once made."""
-
-    model_config = ConfigDict(
-        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=(), defer_build=True
-    )
-
-
-class VerifierConfig(_Strict):
+class VerifierConfig(Strict):
     """The model whose output distribution the speculator keeps: what a server can resolve, and its HF class names."""
 
     name_or_path: str = Field(min_length=1, description="the verifier's hub id or absolute path")
     architectures: list[str]
 
 
-class ProposalConfig(_Strict):
+class ProposalConfig(Strict):
     """How many tokens are proposed per step, and by which rule they are accepted."""
 
     proposal_type: Literal["greedy"] = "greedy"
@@ -90,149 +46,13 @@ class ProposalConfig(_Strict):
     accept_tolerance: float = Field(default=0.0, ge=0.0, le=1e6)
 
 
-class SpeculatorsConfig(_Strict):
+class SpeculatorsConfig(Strict):
     """The block that says how a checkpoint speculates, and for whom."""
 
     algorithm: str = Field(min_length=1)
     default_proposal_method: str = "greedy"
     proposal_methods: list[ProposalConfig] = Field(min_length=1)
     verifier: VerifierConfig
-
-
-def _token_ids(value: object) -> object:
-    ids = value if isinstance(value, list) else [value]
-    if value is not None and not all(type(item) is int and item >= 0 for item in ids):
-        raise ValueError("a token id, a list of token ids or null")
-    return value
-
-
-def _rope(parameters: dict[str, Any]) -> dict[str, Any]:
-    kind = parameters.get("rope_type")
-    if not isinstance(kind, str) or kind not in ROPE_TYPES:
-        raise ValueError(f"a rope_type of {', '.join(ROPE_TYPES)}, got {shown(kind)}: another would be rotated wrongly")
-    required, optional = ROPE_TYPES[kind]
-    needed = required | {"rope_theta"}
-    known = needed | optional | {"rope_type", "partial_rotary_factor"}
-    for key in sorted(needed - parameters.keys()):
-        raise ValueError(f"a value of {key}: no engine agrees on a default for it")
-    for key, value in parameters.items():
-        if key not in known:
-            raise ValueError(f"only {', '.join(sorted(known))} with rope_type {kind}, got {shown(key)}")
-        if key == "rope_type" or (key == "truncate" and isinstance(value, bool)):
-            continue
-        limit = 1.0 if key == "partial_rotary_factor" else 1e12
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= limit:
-            raise ValueError(f"a number above 0, at most {limit:g}, as {key}, got {shown(value)}")
-    return parameters
-
-
-TokenIds = Annotated[Any, AfterValidator(_token_ids)]
-Only1 = Annotated[float, Field(ge=1, le=1)]
-
-
-class DecoderConfig(_Strict):
-    """`transformer_layer_config`: the draft's decoder layers, every value explicit because engines apply no defaults.
-
-    `num_hidden_layers` counts draft layers; `vocab_size` is the verifier's (rows of the input embedding). The keys from
-    `bos_token_id` on are what Hugging Face configurations carry besides; they are kept as they were read, and refused
-    where a value would change the numbers in a way that the draft does not compute.
-    """
-
-    model_type: Literal["llama", "qwen3"] = Field(description="the kind of decoder layer")
-    hidden_size: Size
-    intermediate_size: Size
-    num_hidden_layers: int = Field(gt=0, le=1024)
-    num_attention_heads: int = Field(gt=0, le=65536)
-    num_key_value_heads: int = Field(gt=0, le=65536)
-    head_dim: int = Field(gt=0, le=65536)
-    vocab_size: Vocabulary
-    rms_norm_eps: float = Field(gt=0, lt=1)
-    hidden_act: Literal["silu"] = "silu"
-    max_position_embeddings: int = Field(gt=0, le=1 << 31)
-    rope_parameters: Annotated[dict[str, Any], AfterValidator(_rope)]
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    layer_types: list[Literal["full_attention", "sliding_attention"]]
-    sliding_window: int | None = Field(default=None, gt=0, le=1 << 31)
-    use_sliding_window: bool = False
-    initializer_range: float = Field(default=0.02, ge=0, le=1)
-    tie_word_embeddings: bool = False
-    num_aux_hidden_states: int | None = Field(default=None, gt=0, le=1024)
-    num_aux_layers: int | None = Field(default=None, gt=0, le=1024)
-    bos_token_id: TokenIds = None
-    eos_token_id: TokenIds = None
-    pad_token_id: TokenIds = None
-    unk_token_id: TokenIds = None
-    attention_dropout: float | None = Field(default=None, ge=0, lt=1)
-    max_window_layers: int | None = Field(default=None, ge=0, le=1 << 20)
-    use_cache: bool | None = None
-    pretraining_tp: Literal[1] | None = None
-    partial_rotary_factor: Only1 | None = None
-    logit_scale: Only1 | None = None
-    is_causal: Literal[True] | None = None
-    is_neox_style: Literal[True] | None = None
-    qkv_bias: Literal[False] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _explicit(cls, data: object) -> object:
-        """Write out what older files leave to a class default that follows from their other keys."""
-        if not isinstance(data, dict):
-            return data
-        data = {key: value for key, value in data.items() if key not in _HF_BOOKKEEPING}
-        heads, hidden, layers = (data.get(k) for k in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
-        if data.get("num_key_value_heads") is None and "num_attention_heads" in data:
-            data["num_key_value_heads"] = heads
-        if data.get("head_dim") is None and type(heads) is int and type(hidden) is int and heads > 0:
-            data["head_dim"] = hidden // heads
-        if data.get("layer_types") is None and type(layers) is int and 0 < layers <= 1024:
-            data["layer_types"] = ["full_attention"] * layers
-        if data.get("use_sliding_window") is None and isinstance(data.get("layer_types"), list):
-            data["use_sliding_window"] = "sliding_attention" in data["layer_types"]
-        return _with_rope_parameters(data)
-
-    @model_validator(mode="after")
-    def _agrees(self) -> Self:
-        contradictions(("contradiction", f"transformer_layer_config: {text}") for text in self._contradictions())
-        return self
-
-    def _contradictions(self) -> Iterator[str]:
-        heads, shared = self.num_attention_heads, self.num_key_value_heads
-        sliding = "sliding_attention" in self.layer_types
-        if heads % shared:
-            yield f"num_attention_heads {heads} is no multiple of num_key_value_heads {shared}"
-        if self.head_dim % 2:
-            yield f"head_dim {self.head_dim} is odd; rotary embedding needs pairs"
-        if len(self.layer_types) != self.num_hidden_layers:
-            yield f"layer_types has {len(self.layer_types)} entries; num_hidden_layers is {self.num_hidden_layers}"
-        if sliding and self.sliding_window is None:
-            yield "layer_types has sliding_attention but sliding_window is null; give its width"
-        if sliding and not self.use_sliding_window:
-            yield "layer_types has sliding_attention but use_sliding_window is false"
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the block as it is written: every value that changes numbers, and the other keys that were given."""
-        absent = _WHEN_GIVEN - self.model_fields_set
-        written = {key: value for key, value in self.model_dump().items() if key not in absent}
-        return {key: value for key, value in written.items() if not (key.startswith("num_aux") and value is None)}
-
-
-def _with_rope_parameters(data: dict[str, Any]) -> dict[str, Any]:
-    """Read flat `rope_theta` and `rope_scaling` too; the nested block comes first, a disagreement stays an error."""
-    flat, scaling = data.get("rope_theta"), data.get("rope_scaling")
-    given = data.get("rope_parameters")
-    if given is None and (flat is not None or isinstance(scaling, dict)):
-        given = dict(scaling) if isinstance(scaling, dict) else {}
-        given |= {} if flat is None or "rope_theta" in given else {"rope_theta": flat}
-    if not isinstance(given, dict):
-        return data
-    given = dict(given)
-    old_name = given.pop("type", None)
-    given.setdefault("rope_type", "default" if old_name is None else old_name)
-    if flat is None or given.get("rope_theta") == flat:
-        data.pop("rope_theta", None)
-    data.pop("rope_scaling", None)
-    return data | {"rope_parameters": given}
 
 
 def package_version() -> str:
@@ -243,14 +63,13 @@ def package_version() -> str:
         return _FALLBACK_VERSION
 
 
-class SpeculatorConfig(_Strict):
+class SpeculatorConfig(Strict):
     """`config.json` of any family; a family adds its own keys and says which tensors the checkpoint holds."""
 
     architectures: list[str] = Field(min_length=1)
     speculators_model_type: str = Field(min_length=1, description="the speculator's family")
     speculators_version: str = Field(default_factory=package_version)
     speculators_config: SpeculatorsConfig
-    transformer_layer_config: DecoderConfig
     dtype: Dtype = Field(description="dtype of the stored float tensors")
     tie_word_embeddings: Literal[False] = False
 
@@ -273,18 +92,20 @@ class SpeculatorConfig(_Strict):
         return data
 
     @model_validator(mode="after")
-    def _names_agree(self) -> Self:
-        contradictions(("contradiction", text) for text in self._naming_contradictions())
+    def _agrees(self) -> Self:
+        contradictions(self.disagreements())
         return self
 
-    def _naming_contradictions(self) -> Iterator[str]:
-        block = self.speculators_config
-        if block.algorithm != self.speculators_model_type:
-            kind = self.speculators_model_type
-            yield f"speculators_config.algorithm is {block.algorithm!r} but speculators_model_type is {kind!r}"
+    def disagreements(self) -> Iterator[tuple[str, str]]:
+        """Yield the fault (its slug and what it says) of every pair of values that cannot both hold."""
+        block, kind = self.speculators_config, self.speculators_model_type
+        if block.algorithm != kind:
+            text = f"speculators_config.algorithm is {block.algorithm!r} but speculators_model_type is {kind!r}"
+            yield "contradiction", text
         kinds = [method.proposal_type for method in block.proposal_methods]
         if block.default_proposal_method not in kinds:
-            yield f"default_proposal_method {block.default_proposal_method!r} is none of the proposal types {kinds}"
+            text = f"default_proposal_method {block.default_proposal_method!r} is none of the proposal types {kinds}"
+            yield "contradiction", text
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], source: object = "config.json") -> Self:
@@ -301,7 +122,7 @@ class SpeculatorConfig(_Strict):
 
     def to_json(self) -> dict[str, Any]:
         """Return what `config.json` holds: every key that changes numbers, and never a top-level `model_type`."""
-        return self.model_dump() | {"transformer_layer_config": self.transformer_layer_config.to_json()}
+        return self.model_dump()
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -314,15 +135,125 @@ class SpeculatorConfig(_Strict):
         return self.speculators_config.verifier
 
     @property
-    def verifier_hidden_size(self) -> int:
-        """Width of the verifier's hidden states."""
-        return self.transformer_layer_config.hidden_size
+    def aux_layer_ids(self) -> list[int]:
+        """Depths of the verifier whose residual streams feed the draft, ascending: i enters layer i, 0 = embeddings.
+
+        Empty for a draft that reads the verifier's last state alone.
+        """
+        return []
+
+    @property
+    def max_speculative_tokens(self) -> int | None:
+        """The most tokens that one step can draft; None where the draft goes on as long as it is asked to."""
+        return None
 
     @property
     @abstractmethod
-    def aux_layer_ids(self) -> list[int]:
-        """Depths of the verifier whose residual streams feed the draft, ascending: i enters layer i, 0 = embeddings."""
+    def verifier_hidden_size(self) -> int:
+        """Width of the verifier's hidden states."""
+
+    @property
+    @abstractmethod
+    def verifier_vocab_size(self) -> int:
+        """Rows of the verifier's embedding table, padding included."""
+
+    @property
+    def num_draft_ids(self) -> int:
+        """Size of the draft vocabulary; the verifier's where the draft proposes every token."""
+        return self.verifier_vocab_size
 
     @abstractmethod
     def expected_tensors(self) -> dict[str, TensorSpec]:
         """Return every tensor that the checkpoint may hold: its name, shape, kind and whether it must be there."""
+
+    @abstractmethod
+    def network(self) -> str:
+        """Say in a few words what the draft is made of, as for a model card."""
+
+
+class DecoderDraftConfig(SpeculatorConfig):
+    """A family whose draft is made of decoder layers, with a draft vocabulary that may be a part of the verifier's.
+
+    `draft_vocab_size` equals `transformer_layer_config.vocab_size` where nothing is left out.
+    """
+
+    transformer_layer_config: DecoderConfig
+    draft_vocab_size: Vocabulary
+    target_hidden_size: Size | None = None
+
+    def disagreements(self) -> Iterator[tuple[str, str]]:
+        """Yield the fault (its slug and what it says) of every pair of values that cannot both hold."""
+        yield from super().disagreements()
+        layer = self.transformer_layer_config
+        if self.draft_vocab_size > layer.vocab_size:
+            yield "contradiction", f"draft_vocab_size {self.draft_vocab_size} exceeds vocab_size {layer.vocab_size}"
+        if layer.mlp_bias:
+            yield "contradiction", "transformer_layer_config.mlp_bias is true; a draft has no MLP biases"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `config.json` holds, the layer block as it is written."""
+        return super().to_json() | {"transformer_layer_config": self.transformer_layer_config.to_json()}
+
+    @property
+    def verifier_hidden_size(self) -> int:
+        """Width of the verifier's hidden states, of which each auxiliary layer gives one per token."""
+        return self.target_hidden_size or self.transformer_layer_config.hidden_size
+
+    @property
+    def verifier_vocab_size(self) -> int:
+        """Rows of the verifier's embedding table, padding included."""
+        return self.transformer_layer_config.vocab_size
+
+    @property
+    def num_draft_ids(self) -> int:
+        """Size of the draft vocabulary."""
+        return self.draft_vocab_size
+
+    def network(self) -> str:
+        """Say in a few words what the draft is made of, as for a model card."""
+        layer = self.transformer_layer_config
+        layers = f"{layer.num_hidden_layers} `{layer.model_type}` layer{'s' if layer.num_hidden_layers > 1 else ''}"
+        return f"{layers} of width {layer.hidden_size}"
+
+    def vocabulary_tensors(self) -> dict[str, TensorSpec]:
+        """Return `lm_head`, `d2t` and `t2d`: the first two are there exactly when the draft vocabulary is reduced.
+
+        A full-vocabulary head may be shipped, a map may not; `t2d` follows from `d2t`.
+        """
+        layer = self.transformer_layer_config
+        reduced = self.draft_vocab_size < layer.vocab_size
+        tensors = {
+            "lm_head.weight": TensorSpec((self.draft_vocab_size, layer.hidden_size), required=reduced),
+            "t2d": TensorSpec((layer.vocab_size,), "bool", required=False),
+        }
+        return tensors | ({"d2t": TensorSpec((self.draft_vocab_size,), "int")} if reduced else {})
+
+    def layer_tensors(self, index: int, *, attention_input: int | None = None) -> dict[str, TensorSpec]:
+        """Return the tensors of decoder layer `index`; `attention_input` is what q, k and v read, if not one state."""
+        layer = self.transformer_layer_config
+        hidden, intermediate = layer.hidden_size, layer.intermediate_size
+        wide, narrow = layer.num_attention_heads * layer.head_dim, layer.num_key_value_heads * layer.head_dim
+        read = attention_input or hidden
+        shapes: dict[str, tuple[int, ...]] = {
+            "self_attn.q_proj.weight": (wide, read),
+            "self_attn.k_proj.weight": (narrow, read),
+            "self_attn.v_proj.weight": (narrow, read),
+            "self_attn.o_proj.weight": (hidden, wide),
+            "mlp.gate_proj.weight": (intermediate, hidden),
+            "mlp.up_proj.weight": (intermediate, hidden),
+            "mlp.down_proj.weight": (hidden, intermediate),
+            "input_layernorm.weight": (hidden,),
+            "post_attention_layernorm.weight": (hidden,),
+        }
+        if layer.attention_bias:
+            shapes |= {f"self_attn.{name}_proj.bias": (wide if name == "q" else narrow,) for name in "qkv"}
+            if self.output_bias:
+                shapes["self_attn.o_proj.bias"] = (hidden,)
+        if layer.model_type == "qwen3":
+            shapes |= {"self_attn.q_norm.weight": (layer.head_dim,), "self_attn.k_norm.weight": (layer.head_dim,)}
+        return {f"layers.{index}.{name}": TensorSpec(shape) for name, shape in shapes.items()}
+
+    @property
+    def output_bias(self) -> bool:
+        """Whether `attention_bias` gives the attention's output projection a bias too (vLLM's llama layers do)."""
+        return self.transformer_layer_config.model_type == "llama"

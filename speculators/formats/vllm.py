@@ -23,6 +23,7 @@ from speculators.formats.checkpoint import (
     weight_files,
 )
 from speculators.formats.config import SpeculatorConfig, TensorSpec
+from speculators.formats.decoder import DecoderConfig
 from speculators.formats.faults import Fault, FaultsError, config_faults, fault, shown
 from speculators.formats.files import looks_like_path
 from speculators.formats.tensor_health import number_faults, read_int64, read_marked
@@ -118,9 +119,18 @@ class _AnyFamily(SpeculatorConfig):
 
     model_config = ConfigDict(extra="ignore")
 
+    transformer_layer_config: DecoderConfig
+
     @property
-    def aux_layer_ids(self) -> list[int]:
-        return []
+    def verifier_hidden_size(self) -> int:
+        return self.transformer_layer_config.hidden_size
+
+    @property
+    def verifier_vocab_size(self) -> int:
+        return self.transformer_layer_config.vocab_size
+
+    def network(self) -> str:
+        return "unknown"
 
     def expected_tensors(self) -> dict[str, TensorSpec]:
         return {}
@@ -231,7 +241,7 @@ def _what_vllm_misreads(raw: Mapping[str, Any], config: SpeculatorConfig | None)
         text = f"{wanted} layer ids, but vLLM's llama draft counts {counted} features"
         hint = f"write num_aux_hidden_states: {wanted} into transformer_layer_config"
         yield fault("num-aux-hidden-states", f"{text}; {hint}")
-    if "sliding_attention" in config.transformer_layer_config.layer_types:
+    if "sliding_attention" in (layer.get("layer_types") or ()):
         text = "layer_types has sliding_attention, which vLLM's llama draft ignores: it attends to everything"
         yield fault("sliding-window-ignored", f"{text}; use qwen3 layers or full_attention")
 
@@ -268,7 +278,7 @@ def _compare_with_verifier(path: Path, config: SpeculatorConfig) -> Iterator[Fau
         yield fault("verifier-mismatch", text)
     for key, ours in (
         ("hidden_size", config.verifier_hidden_size),
-        ("vocab_size", config.transformer_layer_config.vocab_size),
+        ("vocab_size", config.verifier_vocab_size),
     ):
         theirs = verifier.get(key)
         if isinstance(theirs, int) and theirs != ours:

@@ -6,15 +6,17 @@ Shape suffixes: B rows, T tokens, A aux layers, H hidden, X = A*H, V verifier vo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Protocol, Self
+from typing import ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
 from speculators.errors import SpeculatorsError
 from speculators.formats.config import SpeculatorConfig
+from speculators.formats.verifier_weights import VerifierWeights
+from speculators.formats.vocab import DraftVocab
 from speculators.models.cache import SlotCache
 from speculators.models.family import Count
 from speculators.models.losses import VerifierHead
@@ -34,8 +36,8 @@ class DraftContext:
 
     `token_ids_BT` int64: the token after each newly verified position. `aux_hidden_states_BTX`: the verifier's aux
     states at those positions (ascending layer ids, concatenated). `last_hidden_states_BTH`: its state before the final
-    norm. `starts`: the first of those positions, which is the number of tokens the draft cache already holds.
-    `lengths`: how many of the T are valid, rows being padded on the right (0: the row takes no part).
+    norm, `normed_hidden_states_BTH`: that state after it, which its head reads. `starts`: the first of those positions,
+    which is the number of tokens the draft cache already holds. `lengths`: how many of the T are valid, rows being padded on the right (0: the row takes no part).
     """
 
     token_ids_BT: Tensor
@@ -45,6 +47,7 @@ class DraftContext:
     lengths: Sequence[int]
     cache: SlotCache
     rows: slice
+    normed_hidden_states_BTH: Tensor | None = None
 
 
 @dataclass
@@ -147,6 +150,9 @@ class Objective(ABC):
 class DraftModel(nn.Module, ABC):
     """A draft network on one device; names in its `state_dict()` are the checkpoint's tensor names."""
 
+    # Tensors that a checkpoint may leave to the verifier, and the field of `VerifierWeights` that they come from.
+    borrows: ClassVar[Mapping[str, str]] = {"embed_tokens.weight": "embed_tokens", "lm_head.weight": "lm_head"}
+
     def __init__(self, config: SpeculatorConfig) -> None:
         super().__init__()
         self.config = config
@@ -171,9 +177,10 @@ class DraftModel(nn.Module, ABC):
         return tuple(self.config.aux_layer_ids)
 
     @property
-    @abstractmethod
     def verifier_ids_D(self) -> Tensor | None:
         """int64 [D]: the verifier's id of each draft id; None where the two vocabularies are one."""
+        d2t: Tensor | None = getattr(self, "d2t", None)
+        return None if d2t is None else d2t + torch.arange(len(d2t), device=d2t.device)
 
     def trained_parameters(self) -> Iterator[nn.Parameter]:
         """Parameters an optimizer may change."""
@@ -196,6 +203,10 @@ class DraftModel(nn.Module, ABC):
     @abstractmethod
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Give every trained parameter a fresh random value."""
+
+    def start_from_verifier(self, weights: VerifierWeights, vocab: DraftVocab) -> None:
+        """Give a fresh draft what it starts from besides borrowed tensors: for most, nothing."""
+        return
 
     @abstractmethod
     def make_cache(self, num_slots: int) -> SlotCache:

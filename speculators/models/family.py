@@ -50,12 +50,15 @@ class DraftFamily:
 
     `name` equals `speculators_model_type` and the folder's name. `module` is that folder as a dotted name; its modules
     `draft`, `config`, `model` and `objective` hold the classes `<prefix>Draft`, `<prefix>Config`, `<prefix>Model` and
-    `<prefix>Objective`. They are imported on first use, so that a table of families costs nothing.
+    `<prefix>Objective`. They are imported on first use, so that a table of families costs nothing. `parity_depth` is
+    the draft step up to which training and serving compute the same (None: every step; 1 where training feeds true
+    states that serving does not have at later steps).
     """
 
     name: str
     module: str
     prefix: str
+    parity_depth: int | None = None
 
     def _part(self, name: str) -> ModuleType:
         return import_module(f"{self.module}.{name}")

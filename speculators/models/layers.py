@@ -13,7 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from speculators.errors import FormatError
-from speculators.formats.config import DecoderConfig
+from speculators.formats.decoder import DecoderConfig
 
 # Rope types whose table does not depend on the length of the sequence, so that a token's rotation never changes.
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")

@@ -73,21 +73,22 @@ class Speculator:
 
         `vocab` must have the config's draft vocabulary size; None means the whole vocabulary.
         """
-        vocab = vocab or DraftVocab.full(config.transformer_layer_config.vocab_size)
+        vocab = vocab or DraftVocab.full(config.verifier_vocab_size)
+        if (vocab.draft_size, vocab.verifier_size) != (config.num_draft_ids, config.verifier_vocab_size):
+            raise FormatError(
+                f"the draft vocabulary keeps {vocab.draft_size} of {vocab.verifier_size} tokens; the config says "
+                f"{config.num_draft_ids} of {config.verifier_vocab_size}"
+            )
         family = family_of(config.speculators_model_type, "config")
         draft = family.model(config)
         draft.reset_parameters(torch.Generator().manual_seed(seed))
         speculator = cls(config, draft)
-        shapes = {name: spec.shape for name, spec in config.expected_tensors().items()}
-        if (vocab.draft_size, vocab.verifier_size) != (shapes["lm_head.weight"][0], shapes["t2d"][0]):
-            raise FormatError(
-                f"the draft vocabulary keeps {vocab.draft_size} of {vocab.verifier_size} tokens; the config says "
-                f"{shapes['lm_head.weight'][0]} of {shapes['t2d'][0]}"
-            )
         if not vocab.is_full:
             head = weights.lm_head.index_select(0, vocab.draft_ids.to(weights.lm_head.device))
             speculator._fill({"d2t": vocab.d2t, "t2d": vocab.t2d, "lm_head.weight": head.float()})
-        return speculator.attach_verifier(weights)
+        speculator.attach_verifier(weights)
+        draft.start_from_verifier(weights, vocab)
+        return speculator
 
     @property
     def vocab(self) -> DraftVocab:
@@ -95,7 +96,7 @@ class Speculator:
         buffers = dict(self.draft.named_buffers())
         if "d2t" in buffers:
             return DraftVocab(buffers["d2t"], buffers["t2d"])
-        return DraftVocab.full(self.config.transformer_layer_config.vocab_size)
+        return DraftVocab.full(self.config.verifier_vocab_size)
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -110,7 +111,8 @@ class Speculator:
         """
         missing = self.draft.missing_tensors()
         head = weights.lm_head.to(self.draft.dtype)
-        found = {"embed_tokens.weight": weights.embed_tokens, "lm_head.weight": head}
+        sources = {"embed_tokens": weights.embed_tokens, "lm_head": head}
+        found = {name: sources[source] for name, source in self.draft.borrows.items()}
         shapes = {name: tuple(tensor.shape) for name, tensor in self.draft.state_dict().items()}
         for name in missing:
             if name not in found or shapes[name] != tuple(found[name].shape):
@@ -142,7 +144,8 @@ class Speculator:
         expected = self.config.expected_tensors()
         tensors: dict[str, Tensor] = {}
         for name, tensor in self.draft.state_dict().items():
-            if (tensor.is_meta or name in self._borrowed) and not expected[name].required:
+            spec = expected.get(name)
+            if spec is None or ((tensor.is_meta or name in self._borrowed) and not spec.required):
                 continue
             if tensor.is_meta:
                 self.draft.require_complete()
@@ -175,6 +178,6 @@ class Speculator:
 def _with_vocabulary(tensors: dict[str, Tensor], config: SpeculatorConfig) -> dict[str, Tensor]:
     """Check the vocabulary map, derive the mask where only the map is stored, drop the mask of a full vocabulary."""
     if "d2t" in tensors:
-        vocab = DraftVocab.from_d2t(tensors["d2t"], config.transformer_layer_config.vocab_size, tensors.get("t2d"))
+        vocab = DraftVocab.from_d2t(tensors["d2t"], config.verifier_vocab_size, tensors.get("t2d"))
         return {**tensors, "t2d": vocab.t2d}
     return {name: tensor for name, tensor in tensors.items() if name != "t2d"}

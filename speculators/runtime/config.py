@@ -8,7 +8,17 @@ from typing import Any
 from speculators.errors import EngineError
 
 # The methods of a speculator family; the one place where the runtime names them.
-METHOD_OF_FAMILY = {"eagle3": "eagle3"}
+METHOD_OF_FAMILY = {
+    "eagle3": "eagle3",
+    "peagle": "eagle3",
+    "dflash": "dflash",
+    "dflash2": "dflash",
+    "dspark": "dspark",
+    "mtp": "mtp",
+    "eagle": "eagle",
+    "medusa": "medusa",
+    "mlp_speculator": "mlp_speculator",
+}
 DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
 
 # Keys of vLLM's schema that this engine has one answer to: the values that are already true of it.

@@ -135,6 +135,7 @@ class Engine:
                     _padded(kept, width, self.verifier.device),
                     None if out.aux_BTX is None else out.aux_BTX[index, :width],
                     out.last_BTH[index, :width],
+                    out.normed_BTH[index, :width],
                 )
             )
         return [self._output(r) for r in moved]
@@ -189,7 +190,16 @@ class Engine:
             request.num_computed += length
         if self.proposer is not None:
             self.proposer.observe(
-                NewTokens(rows, requests, starts, lengths, _padded(nexts, width, device), out.aux_BTX, out.last_BTH)
+                NewTokens(
+                    rows,
+                    requests,
+                    starts,
+                    lengths,
+                    _padded(nexts, width, device),
+                    out.aux_BTX,
+                    out.last_BTH,
+                    out.normed_BTH,
+                )
             )
 
     def _commit(self, request: Request, tokens: list[int], logits_TV: Tensor) -> None:

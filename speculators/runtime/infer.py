@@ -66,10 +66,16 @@ def _of_speculator(
             f"speculative_config: model={config.model!r}, but speculator {fixed!r} was given as the model "
             "to serve; give its verifier as the model, or leave speculative_config.model out"
         )
+    depth = config.num_speculative_tokens or speculator.config.num_speculative_tokens
+    most = speculator.config.max_speculative_tokens
+    if most is not None and depth > most:
+        raise EngineError(
+            f"speculative_config: num_speculative_tokens={depth}, but a step of {path} drafts at most {most} tokens"
+        )
     return Plan(
         verifier=verifier or speculator.config.verifier.name_or_path,
         speculator=speculator,
         method=method,
-        num_speculative_tokens=config.num_speculative_tokens or speculator.config.num_speculative_tokens,
+        num_speculative_tokens=depth,
         draft_sample_method=config.draft_sample_method,
     )

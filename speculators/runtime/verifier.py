@@ -28,6 +28,7 @@ from speculators.models.hardware import multiplies_bfloat16
 from speculators.models.layers import use_skinny_linears
 
 ATTENTION_NAME = "speculators_slots"
+_NORMED = -1  # where the states after the final norm are kept among the captured ones
 _WRITE: contextvars.ContextVar[SlotWrite | None] = contextvars.ContextVar("slot_write", default=None)
 DTYPES = {
     "float32": torch.float32,
@@ -103,12 +104,13 @@ class VerifierOutput:
     """One forward pass.
 
     `logits_BTV` (None when not asked for), `aux_BTX` the aux states concatenated in ascending layer order, `last_BTH`
-    the residual stream before the final norm.
+    the residual stream before the final norm, `normed_BTH` after it.
     """
 
     logits_BTV: Tensor | None
     aux_BTX: Tensor | None
     last_BTH: Tensor
+    normed_BTH: Tensor
 
 
 class Verifier:
@@ -236,12 +238,16 @@ class Verifier:
         self._hooks = [
             modules[i].register_forward_pre_hook(self._catch(i), with_kwargs=True) for i in {*ids, self.num_layers}
         ]
+        self._hooks.append(self._norm.register_forward_hook(self._catch_normed))
 
     def _catch(self, layer_id: int) -> Callable[[nn.Module, Any, dict[str, Any]], None]:
         def hook(_: nn.Module, inputs: Any, options: dict[str, Any]) -> None:
             self._captured[layer_id] = inputs[0] if inputs else options["hidden_states"]
 
         return hook
+
+    def _catch_normed(self, _: nn.Module, inputs: Any, output: Tensor) -> None:
+        self._captured[_NORMED] = output
 
     @torch.no_grad()
     def forward(
@@ -266,7 +272,8 @@ class Verifier:
             _WRITE.reset(token)
         captured, self._captured = self._captured, {}
         aux = torch.cat([captured[i] for i in self.aux_layer_ids], -1) if self.aux_layer_ids else None
-        return VerifierOutput(output.logits if need_logits else None, aux, captured[self.num_layers])
+        last, normed = captured[self.num_layers], captured[_NORMED]
+        return VerifierOutput(output.logits if need_logits else None, aux, last, normed)
 
     @torch.no_grad()
     def capture(self, token_ids: Sequence[Sequence[int]], layer_ids: Sequence[int]) -> list[Tensor]:

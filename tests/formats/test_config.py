@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speculators.errors import FormatError
-from speculators.formats.config import DecoderConfig, TensorSpec, package_version
+from speculators.formats.config import TensorSpec, package_version
+from speculators.formats.decoder import DecoderConfig
 from speculators.models.eagle3.config import Eagle3Config
 from tests.formats.eagle3_directory import CONFIG, GOLDEN, make_config
 

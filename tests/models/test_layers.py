@@ -8,7 +8,7 @@ from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from speculators.formats.config import DecoderConfig
+from speculators.formats.decoder import DecoderConfig
 from speculators.models.attention import packed_attention, plan_blocks
 from speculators.models.layers import DecoderLayer, RMSNorm, RotaryTable, SkinnyLinear, rotate, use_skinny_linears
 

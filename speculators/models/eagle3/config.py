@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from speculators.formats.config import Size, SpeculatorConfig, TensorSpec, Vocabulary
-from speculators.formats.faults import contradictions
+from speculators.formats.config import DecoderDraftConfig, TensorSpec
 
 # How many auxiliary layers vLLM assumes for llama-type layers when the layer block does not say.
 LLAMA_DEFAULT_AUX_LAYERS = 3
@@ -16,7 +15,7 @@ LLAMA_DEFAULT_AUX_LAYERS = 3
 LayerId = Annotated[int, Field(ge=0, le=4096)]
 
 
-class Eagle3Config(SpeculatorConfig):
+class Eagle3Config(DecoderDraftConfig):
     """EAGLE-3: one or more decoder layers over [embedding ; fused auxiliary states], recycling its own output.
 
     `norm_before_residual` has no default on purpose: vLLM reads its absence as true, other software as false.
@@ -24,8 +23,6 @@ class Eagle3Config(SpeculatorConfig):
 
     architectures: list[str] = Field(default=["Eagle3DraftModel"], min_length=1)
     speculators_model_type: Literal["eagle3"] = Field(default="eagle3", description="the speculator's family")
-    draft_vocab_size: Vocabulary
-    target_hidden_size: Size | None = None
     eagle_aux_hidden_state_layer_ids: list[LayerId] = Field(
         min_length=1, max_length=1024, description="ascending depths of the verifier, which engines else guess"
     )
@@ -35,12 +32,9 @@ class Eagle3Config(SpeculatorConfig):
     norm_output: bool = False
     embed_requires_grad: bool = False
 
-    @model_validator(mode="after")
-    def _eagle3_agrees(self) -> Self:
-        contradictions(self._eagle3_contradictions())
-        return self
-
-    def _eagle3_contradictions(self) -> Iterator[tuple[str, str]]:
+    def disagreements(self) -> Iterator[tuple[str, str]]:
+        """Yield the fault (its slug and what it says) of every pair of values that cannot both hold."""
+        yield from super().disagreements()
         layer, ids = self.transformer_layer_config, self.eagle_aux_hidden_state_layer_ids
         if ids != sorted(set(ids)):
             order = (
@@ -52,12 +46,8 @@ class Eagle3Config(SpeculatorConfig):
             if count is not None and count != len(ids):
                 text = f"transformer_layer_config.{key} is {count}; expected {len(ids)}, the number of layer ids"
                 yield "num-aux-hidden-states", text
-        if self.draft_vocab_size > layer.vocab_size:
-            yield "contradiction", f"draft_vocab_size {self.draft_vocab_size} exceeds vocab_size {layer.vocab_size}"
         if self.norm_before_fc and self.fc_norm:
             yield "contradiction", "norm_before_fc and fc_norm are both true; set at most one of them"
-        if layer.mlp_bias:
-            yield "contradiction", "transformer_layer_config.mlp_bias is true; an EAGLE-3 draft has no MLP biases"
 
     def to_json(self) -> dict[str, Any]:
         """Return what `config.json` holds; llama layers get the feature count that vLLM cannot infer otherwise."""
@@ -72,11 +62,6 @@ class Eagle3Config(SpeculatorConfig):
         """Depths of the verifier whose residual streams feed the draft, ascending."""
         return self.eagle_aux_hidden_state_layer_ids
 
-    @property
-    def verifier_hidden_size(self) -> int:
-        """Width of the verifier's hidden states, of which each auxiliary layer gives one per token."""
-        return self.target_hidden_size or self.transformer_layer_config.hidden_size
-
     def expected_tensors(self) -> dict[str, TensorSpec]:
         """Return name, shape and necessity of every tensor, as vLLM's EAGLE-3 loader names and shapes them.
 
@@ -85,49 +70,19 @@ class Eagle3Config(SpeculatorConfig):
         """
         layer = self.transformer_layer_config
         hidden, features = layer.hidden_size, len(self.aux_layer_ids) * self.verifier_hidden_size
-        reduced = self.draft_vocab_size < layer.vocab_size
         own_embedding = hidden != self.verifier_hidden_size or self.embed_requires_grad
         tensors = {
             "embed_tokens.weight": TensorSpec((layer.vocab_size, hidden), required=own_embedding),
             "fc.weight": TensorSpec((hidden, features)),
             "norm.weight": TensorSpec((hidden,)),
-            "lm_head.weight": TensorSpec((self.draft_vocab_size, hidden), required=reduced),
-            "t2d": TensorSpec((layer.vocab_size,), "bool", required=False),
+            "layers.0.hidden_norm.weight": TensorSpec((hidden,)),
+            **self.vocabulary_tensors(),
         }
-        if reduced:
-            tensors["d2t"] = TensorSpec((self.draft_vocab_size,), "int")
         if self.norm_before_fc:
             tensors["input_norm.weight"] = TensorSpec((features,))
         if self.fc_norm:
             width = (self.verifier_hidden_size,)
             tensors |= {f"fc_norm.{index}.weight": TensorSpec(width) for index in range(len(self.aux_layer_ids))}
         for index in range(layer.num_hidden_layers):
-            tensors |= self._layer_tensors(index)
+            tensors |= self.layer_tensors(index, attention_input=2 * hidden if index == 0 else None)
         return tensors
-
-    def _layer_tensors(self, index: int) -> dict[str, TensorSpec]:
-        layer = self.transformer_layer_config
-        hidden, intermediate = layer.hidden_size, layer.intermediate_size
-        wide = layer.num_attention_heads * layer.head_dim
-        narrow = layer.num_key_value_heads * layer.head_dim
-        attention_input = 2 * hidden if index == 0 else hidden
-        shapes: dict[str, tuple[int, ...]] = {
-            "self_attn.q_proj.weight": (wide, attention_input),
-            "self_attn.k_proj.weight": (narrow, attention_input),
-            "self_attn.v_proj.weight": (narrow, attention_input),
-            "self_attn.o_proj.weight": (hidden, wide),
-            "mlp.gate_proj.weight": (intermediate, hidden),
-            "mlp.up_proj.weight": (intermediate, hidden),
-            "mlp.down_proj.weight": (hidden, intermediate),
-            "input_layernorm.weight": (hidden,),
-            "post_attention_layernorm.weight": (hidden,),
-        }
-        if index == 0:
-            shapes["hidden_norm.weight"] = (hidden,)
-        if layer.attention_bias:
-            shapes |= {f"self_attn.{name}_proj.bias": (wide if name == "q" else narrow,) for name in "qkv"}
-            if layer.model_type == "llama":
-                shapes["self_attn.o_proj.bias"] = (hidden,)
-        if layer.model_type == "qwen3":
-            shapes |= {"self_attn.q_norm.weight": (layer.head_dim,), "self_attn.k_norm.weight": (layer.head_dim,)}
-        return {f"layers.{index}.{name}": TensorSpec(shape) for name, shape in shapes.items()}

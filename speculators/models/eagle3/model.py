@@ -66,11 +66,6 @@ class Eagle3Model(DraftModel):
         self.register_buffer("t2d", torch.zeros(vocab, dtype=torch.bool) if reduced else None)
         self.rotary = RotaryTable(decoder)
 
-    @property
-    def verifier_ids_D(self) -> Tensor | None:
-        """int64 [D]: the verifier's id of each draft id; None where the two vocabularies are one."""
-        return None if self.d2t is None else self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
-
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Draw every trained matrix from N(0, initializer_range²); norms start at 1, biases at 0."""
         deviation = self.config.transformer_layer_config.initializer_range

@@ -71,5 +71,6 @@ class DraftHeadProposer:
             lengths=new.lengths,
             cache=self._cache,
             rows=new.rows,
+            normed_hidden_states_BTH=new.normed_BTH,
         )
         return self.draft.propose(context, num_tokens, RowSampler(new.requests, probabilistic=self._probabilistic))

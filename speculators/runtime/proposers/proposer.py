@@ -15,7 +15,8 @@ class NewTokens:
     """What the verifier has just computed for the requests of cache rows `rows`.
 
     Row b has `lengths[b]` new positions from `starts[b]` on; `next_ids_BT` holds the token after each of them,
-    `aux_BTX` and `last_BTH` the verifier's states there. All are right-padded.
+    `aux_BTX`, `last_BTH` and `normed_BTH` the verifier's states there (the last two before and after its final norm).
+    All are right-padded.
     """
 
     rows: slice
@@ -25,6 +26,7 @@ class NewTokens:
     next_ids_BT: Tensor
     aux_BTX: Tensor | None
     last_BTH: Tensor
+    normed_BTH: Tensor
 
 
 class Proposer(Protocol):
