@@ -10,10 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from speculators.errors import DataError
+from speculators.formats.checkpoint import read_json_object
 from speculators.formats.config import SpeculatorConfig
 from speculators.formats.files import looks_like_path, write_text
+from speculators.formats.vllm_reading import INSTEAD, SERVED
 
 Row = tuple[str, str]
+
+# Stands for the speculator's name in a card that was written before there was one.
+PLACEHOLDER = "path/to/this/directory"
+_MEASURED = "## Measured: "
 
 
 def write_card(
@@ -42,9 +48,9 @@ def model_card(
     `repo` is the hub id under which the speculator will be found, a placeholder path where there is none.
     """
     verifier = config.verifier.name_or_path
-    name = repo or "path/to/this/directory"
+    name = repo or PLACEHOLDER
     title = (repo or f"{config.speculators_model_type} speculator for {Path(verifier).name}").rpartition("/")[2]
-    sections = [_front_matter(config), f"# {title}", _summary(config), _usage(name, verifier)]
+    sections = [_front_matter(config), f"# {title}", _summary(config), _usage(config, name)]
     for what, numbers in (evaluations or {}).items():
         sections.append(_evaluation(what, numbers))
     if training:
@@ -53,12 +59,53 @@ def model_card(
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
+def completed_card(text: str, config: SpeculatorConfig, evaluations: Mapping[str, Mapping[str, Any]], repo: str) -> str:
+    """Return a card that somebody wrote, ready to be pushed; what it says stays as it is.
+
+    The placeholder becomes `repo`, what a hub reads at the top is added where it is absent, and so are the measurements
+    where the card has none.
+    """
+    text = text.replace(PLACEHOLDER, repo)
+    if not text.startswith("---\n"):
+        text = f"{_front_matter(config)}\n\n{text}"
+    if not any(line.startswith(_MEASURED) for line in text.splitlines()):
+        text = "\n\n".join((text.rstrip(), *(_evaluation(title, numbers) for title, numbers in evaluations.items())))
+    return text.rstrip() + "\n"
+
+
+def read_evaluations(directory: str | os.PathLike[str]) -> dict[Path, dict[str, Any]]:
+    """Return what was measured of a speculator: every `evaluation*.json` in its directory and beside it.
+
+    A file beside it that names another directory as its speculator is left out. DataError where one is unreadable.
+    """
+    folder = Path(directory).resolve()
+    found: dict[Path, dict[str, Any]] = {}
+    for path in (*sorted(folder.glob("evaluation*.json")), *sorted(folder.parent.glob("evaluation*.json"))):
+        try:
+            report = read_json_object(path)
+        except (ValueError, OSError) as error:
+            raise DataError(
+                f"{error}; expected the report of an evaluation, or no file of this name", path=path
+            ) from None
+        speculator = report.get("speculator")
+        named = Path(speculator).name if isinstance(speculator, str) else folder.name
+        if path.parent == folder or named == folder.name:
+            found[path] = report
+    return found
+
+
+def title_of(path: Path) -> str:
+    """Return the title of a measurement by its file: `evaluation_chat.json` is "chat"."""
+    return path.stem.removeprefix("evaluation").strip("_-. ").replace("_", " ") or "evaluation"
+
+
 def _front_matter(config: SpeculatorConfig) -> str:
     lines = ["---", "library_name: speculators", "pipeline_tag: text-generation"]
     verifier = config.verifier.name_or_path
     if not looks_like_path(verifier):
         lines.append(f"base_model: {json.dumps(verifier)}")
-    tags = ("speculators", "speculative-decoding", config.speculators_model_type, "vllm")
+    tags = ["speculators", "speculative-decoding", config.speculators_model_type]
+    tags += ["vllm"] if config.speculators_model_type in SERVED else []
     return "\n".join([*lines, "tags:", *(f"- {json.dumps(tag)}" for tag in tags), "---"])
 
 
@@ -74,19 +121,24 @@ def _summary(config: SpeculatorConfig) -> str:
     )
 
 
-def _usage(name: str, verifier: str) -> str:
-    example = "How do rainbows form?"
-    note = ""
+def _usage(config: SpeculatorConfig, name: str) -> str:
+    example, verifier, kind = "How do rainbows form?", config.verifier.name_or_path, config.speculators_model_type
+    notes = []
+    commands = f'speculators generate {name} --chat "{example}"\nspeculators serve {name} --port 8000\n'
+    if kind in SERVED:
+        newer = "VLLM_USE_V2_MODEL_RUNNER=1 " if SERVED[kind].runner == "V2" else ""
+        commands += f"{newer}vllm serve {name}\n"
+    else:
+        notes.append(f"vLLM does not read this directory as it is: {INSTEAD[kind]}." if kind in INSTEAD else "")
     if looks_like_path(verifier):
-        note = f"\n\nThe verifier is found at `{verifier}`; engines need it there."
-    return (
-        "## Use\n\n"
-        f'```bash\nspeculators generate {name} --chat "{example}"\n'
-        f"speculators serve {name} --port 8000\nvllm serve {name}\n```\n\n"
-        f"```python\nfrom speculators import LLM, SamplingParams\n\n"
+        notes.append(f"The verifier is found at `{verifier}`; engines need it there.")
+    python = (
+        f"from speculators import LLM, SamplingParams\n\n"
         f'llm = LLM("{name}")\n'
-        f'print(llm.generate(["{example}"], SamplingParams(max_tokens=128))[0].outputs[0].text)\n```{note}'
+        f'print(llm.generate(["{example}"], SamplingParams(max_tokens=128))[0].outputs[0].text)\n'
     )
+    parts = ["## Use", f"```bash\n{commands}```", f"```python\n{python}```", *notes]
+    return "\n\n".join(part for part in parts if part)
 
 
 def _evaluation(title: str, numbers: Mapping[str, Any]) -> str:
@@ -98,7 +150,7 @@ def _evaluation(title: str, numbers: Mapping[str, Any]) -> str:
     rows += _rows(speed, _SPEED)
     if identity.get("identical") is not None:
         rows += _rows(identity, (("dtype", "dtype of the identity check"), ("identical", "greedy output identical")))
-    parts = [f"## Measured: {_plain(title)}", _table(("", ""), rows), _positions(numbers)]
+    parts = [f"{_MEASURED}{_plain(title)}", _table(("", ""), rows), _positions(numbers)]
     return "\n\n".join(part for part in parts if part)
 
 

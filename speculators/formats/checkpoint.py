@@ -30,14 +30,20 @@ INDEX = "model.safetensors.index.json"
 
 MAX_HEADER_BYTES = 100_000_000
 _MAX_JSON_BYTES = 64 << 20
+_MAX_JSON_DEPTH = 64
+
+# where multimodal configurations keep that of their language model
+LANGUAGE_PARTS = ("text_config", "llm_config", "language_config")
 
 # bytes per element of each dtype name of the format
 ITEM_SIZE: dict[str, int] = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1,
     "I16": 2, "U16": 2, "F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8, "C64": 8,
 }  # fmt: skip
-# which dtypes may store each kind of tensor that a TensorSpec asks for
-STORED_AS: dict[str, tuple[str, ...]] = {"float": ("BF16", "F16", "F32"), "int": ("I64",), "bool": ("BOOL",)}
+# which dtypes may store each kind of tensor that a TensorSpec asks for; an I32 is read, and widened, but never written
+STORED_AS: dict[str, tuple[str, ...]] = {
+    "float": ("BF16", "F16", "F32"), "float32": ("F32",), "int": ("I64", "I32"), "bool": ("BOOL",)
+}  # fmt: skip
 DTYPE_NAMES: dict[str, str] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
@@ -59,7 +65,7 @@ def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
         raise error_of([fault("no-config", f"{CONFIG} is missing; {hint}")], directory)
     try:
         return read_json_object(path)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise error_of([fault("no-config", f"{CONFIG}: {error}")], directory) from None
 
 
@@ -79,7 +85,22 @@ def _json_object(text: bytes) -> dict[str, Any]:
         raise ValueError(f"not UTF-8 text (byte {error.start})") from None
     if not isinstance(value, dict):
         raise ValueError(f"expected a JSON object, got {type(value).__name__}")
+    if _is_deep(value):
+        raise ValueError(f"nested too deeply; expected at most {_MAX_JSON_DEPTH} levels")
     return value
+
+
+def _is_deep(value: object) -> bool:
+    """Whether a parsed document has more levels than code that walks it recursively can follow."""
+    level = [value]
+    for _ in range(_MAX_JSON_DEPTH):
+        inner: list[object] = []
+        for item in level:
+            inner += item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+        level = [item for item in inner if isinstance(item, dict | list)]
+        if not level:
+            return False
+    return True
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -96,9 +117,9 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of a verifier's config that describes its language model: `text_config` where there is one."""
-    nested = config.get("text_config")
-    return nested if isinstance(nested, Mapping) else config
+    """Return the part of a verifier's config that describes its language model, the whole where there is none."""
+    nested = (config.get(key) for key in LANGUAGE_PARTS)
+    return next((part for part in nested if isinstance(part, Mapping)), config)
 
 
 def weight_files(directory: str | os.PathLike[str]) -> dict[Path, frozenset[str] | None]:
@@ -117,7 +138,7 @@ def weight_files(directory: str | os.PathLike[str]) -> dict[Path, frozenset[str]
         return {single: None}
     try:
         weight_map = read_json_object(index).get("weight_map")
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise error_of([fault("broken-index", f"{INDEX}: {error}")], directory) from None
     return _indexed_files(folder, weight_map)
 
@@ -164,7 +185,9 @@ def read_header(file: Path) -> dict[str, TensorHeader]:
             if length > MAX_HEADER_BYTES:
                 raise ValueError(f"header of {length} bytes; expected at most {MAX_HEADER_BYTES}")
             entries = _json_object(stream.read(length))
-        entries.pop("__metadata__", None)
+        notes = entries.pop("__metadata__", {})
+        if not isinstance(notes, dict) or not all(isinstance(note, str) for note in notes.values()):
+            raise ValueError("__metadata__: expected an object of strings")
         headers = {name: _tensor_header(name, entry, file, 8 + length) for name, entry in entries.items()}
         _check_layout(headers, 8 + length, size)
     except (ValueError, OSError) as error:
@@ -218,6 +241,9 @@ def account_for(headers: Mapping[str, TensorHeader], expected: Mapping[str, Tens
             yield fault("fc-width" if wide else "tensor-shape", text)
         if header.dtype not in allowed:
             yield fault("tensor-dtype", f"{name} is stored as {header.dtype}; expected {' or '.join(allowed)}")
+        elif spec.kind == "int" and header.dtype != allowed[0]:
+            text = f"{name} is stored as {header.dtype}, which readers have to widen; write {allowed[0]}"
+            yield fault("integer-width", text)
     for name in sorted(headers.keys() - expected.keys()):
         if name == "d2t":
             yield fault("d2t-at-full-vocabulary", "d2t is there although the draft vocabulary is whole; remove it")
@@ -229,7 +255,7 @@ def missing_tensor(name: str, spec: TensorSpec) -> Fault:
     """Return the fault of a tensor that is not there; the two that engines do not notice have codes of their own."""
     shape = f"expected shape {list(spec.shape)}"
     if name == "lm_head.weight":
-        return fault("no-lm-head", f"{name} is missing at a reduced vocabulary ({shape}): the verifier's is misread")
+        return fault("no-lm-head", f"{name} is missing ({shape}): the verifier's is not the draft's and is misread")
     if name == "d2t":
         return fault(
             "no-d2t", f"d2t is missing at a reduced vocabulary ({shape}); draft ids are read as the verifier's"
@@ -238,7 +264,7 @@ def missing_tensor(name: str, spec: TensorSpec) -> Fault:
 
 
 def load_tensors(directory: str | os.PathLike[str], expected: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
-    """Return every tensor of a directory, as stored, on the CPU.
+    """Return every tensor of a directory, as stored (integers as int64), on the CPU.
 
     FormatError lists all that is missing, unknown or misshapen: nothing is returned unless everything is accounted for.
     Tensors that `expected` calls optional may be absent.
@@ -247,7 +273,7 @@ def load_tensors(directory: str | os.PathLike[str], expected: Mapping[str, Tenso
     from safetensors.torch import load_file
 
     headers = read_headers(directory)
-    faults = list(account_for(headers, expected))
+    faults = [item for item in account_for(headers, expected) if item.level == "ERROR"]
     if faults:
         raise error_of(faults, directory)
     tensors: dict[str, Tensor] = {}
@@ -256,7 +282,7 @@ def load_tensors(directory: str | os.PathLike[str], expected: Mapping[str, Tenso
             tensors |= load_file(file)
         except (SafetensorError, OSError) as error:
             raise error_of([fault("broken-weights", f"{file.name}: {error}")], directory) from error
-    return tensors
+    return {name: tensor.long() if expected[name].kind == "int" else tensor for name, tensor in tensors.items()}
 
 
 def stored_dtype(tensors: Mapping[str, Tensor]) -> str:
@@ -289,7 +315,9 @@ def save_checkpoint(
     from safetensors import SafetensorError
 
     target = Path(directory)
-    config = dict(config_json) | {"dtype": stored_dtype(tensors)}
+    exact = {name for name, spec in (expected or {}).items() if spec.kind == "float32"}
+    rounded = {name: tensor for name, tensor in tensors.items() if name not in exact}
+    config = dict(config_json) | {"dtype": stored_dtype(rounded)}
     if config.get("model_type") is not None:
         raise error_of([fault("model-type", "a top-level model_type is never written; remove it")], directory)
     text = json.dumps(config, indent=2, sort_keys=True, allow_nan=False) + "\n"

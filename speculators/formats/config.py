@@ -23,10 +23,10 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 class TensorSpec(NamedTuple):
-    """Shape, kind of number and necessity of one tensor of a checkpoint."""
+    """Shape, kind of number and necessity of one tensor of a checkpoint; `float32` is one that is never rounded."""
 
     shape: tuple[int, ...]
-    kind: Literal["float", "int", "bool"] = "float"
+    kind: Literal["float", "float32", "int", "bool"] = "float"
     required: bool = True
 
 

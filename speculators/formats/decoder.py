@@ -37,7 +37,7 @@ ROPE_TYPES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
 
 # What transformers writes about itself and its caller: no number of the draft depends on it, so reading drops it.
 # fmt: off
-_HF_BOOKKEEPING = frozenset({
+HF_BOOKKEEPING = frozenset({
     "_name_or_path", "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "transformers_version",
     "architectures", "dtype", "torch_dtype", "return_dict", "output_attentions", "output_hidden_states",
     "chunk_size_feed_forward", "is_encoder_decoder", "id2label", "label2id", "problem_type",
@@ -87,6 +87,7 @@ def _rope(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 TokenIds = Annotated[Any, AfterValidator(_token_ids)]
+RopeParameters = Annotated[dict[str, Any], AfterValidator(_rope)]
 Only1 = Annotated[float, Field(ge=1, le=1)]
 
 
@@ -109,7 +110,7 @@ class DecoderConfig(Strict):
     rms_norm_eps: float = Field(gt=0, lt=1)
     hidden_act: Literal["silu"] = "silu"
     max_position_embeddings: int = Field(gt=0, le=1 << 31)
-    rope_parameters: Annotated[dict[str, Any], AfterValidator(_rope)]
+    rope_parameters: RopeParameters
     attention_bias: bool = False
     mlp_bias: bool = False
     layer_types: list[Literal["full_attention", "sliding_attention"]]
@@ -139,7 +140,7 @@ class DecoderConfig(Strict):
         """Write out what older files leave to a class default that follows from their other keys."""
         if not isinstance(data, dict):
             return data
-        data = {key: value for key, value in data.items() if key not in _HF_BOOKKEEPING}
+        data = {key: value for key, value in data.items() if key not in HF_BOOKKEEPING}
         heads, hidden, layers = (data.get(k) for k in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
         if data.get("num_key_value_heads") is None and "num_attention_heads" in data:
             data["num_key_value_heads"] = heads
@@ -149,7 +150,7 @@ class DecoderConfig(Strict):
             data["layer_types"] = ["full_attention"] * layers
         if data.get("use_sliding_window") is None and isinstance(data.get("layer_types"), list):
             data["use_sliding_window"] = "sliding_attention" in data["layer_types"]
-        return _with_rope_parameters(data)
+        return with_rope_parameters(data)
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
@@ -177,7 +178,7 @@ class DecoderConfig(Strict):
         return {key: value for key, value in written.items() if not (key.startswith("num_aux") and value is None)}
 
 
-def _with_rope_parameters(data: dict[str, Any]) -> dict[str, Any]:
+def with_rope_parameters(data: dict[str, Any]) -> dict[str, Any]:
     """Read flat `rope_theta` and `rope_scaling` too; the nested block comes first, a disagreement stays an error."""
     flat, scaling = data.get("rope_theta"), data.get("rope_scaling")
     given = data.get("rope_parameters")

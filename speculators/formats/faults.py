@@ -60,6 +60,21 @@ FAULTS: dict[str, tuple[str, Level]] = {
     "verifier-mismatch": ("F038", "ERROR"),
     "no-d2t": ("F039", "ERROR"),
     "all-zero": ("F040", "WARNING"),
+    "norms-before-fc": ("F041", "ERROR"),
+    "fc-norm-not-read": ("F042", "ERROR"),
+    "norm-output-not-read": ("F043", "WARNING"),
+    "anchor-sampling": ("F044", "ERROR"),
+    "mixed-causality": ("F045", "WARNING"),
+    "causality-not-read": ("F046", "ERROR"),
+    "markov-head": ("F047", "ERROR"),
+    "no-sample-from-anchor": ("F048", "ERROR"),
+    "context-short": ("F049", "WARNING"),
+    "tokens-exceed-block": ("F050", "ERROR"),
+    "mask-token-id": ("F051", "ERROR"),
+    "not-served": ("F052", "WARNING"),
+    "integer-width": ("F053", "WARNING"),
+    "reduced-vocabulary": ("F054", "ERROR"),
+    "default-differs": ("F055", "ERROR"),
 }
 
 # Keys that an engine reads before anything else have codes of their own; list positions are written as "0".
@@ -79,6 +94,8 @@ _SLUG_OF_KEY: dict[str, str] = {
     "eagle_aux_hidden_state_layer_ids": "layer-ids",
     "aux_hidden_state_layer_ids": "layer-ids",
 }
+# Of these it matters that they are there: engines take another value for an absent one than their writers did.
+_SLUG_WHEN_ABSENT: dict[str, str] = {"sample_from_anchor": "no-sample-from-anchor"}
 _CONTRADICTIONS = "contradictions"
 _JSON_TYPES: dict[type, str] = {
     str: "string", bool: "boolean", int: "integer", float: "number", list: "list", dict: "object"
@@ -184,7 +201,8 @@ def _translated(item: Any, model: type[BaseModel] | None) -> Iterator[tuple[str,
     field = None if owner is None else owner.model_fields.get(str(location[-1]))
     meaning = f" ({field.description})" if field is not None and field.description else ""
     if item["type"] == "missing":
-        yield key, fault(_when_absent(slug) or "missing-key", f"{key} is missing{meaning}; write it")
+        absent = _SLUG_WHEN_ABSENT.get(key) or _when_absent(slug) or "missing-key"
+        yield key, fault(absent, f"{key} is missing{meaning}; write it")
         return
     expected = item["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     if item["input"] is None:

@@ -61,11 +61,14 @@ def is_norm(name: str) -> bool:
     return parts[-1] == "weight" and any(part.endswith("norm") for part in parts[-3:-1])
 
 
-def read_int64(header: TensorHeader) -> list[int]:
-    """Return the numbers of an I64 tensor."""
+_INTEGER_CODES = {"I64": "q", "I32": "i"}
+
+
+def read_integers(header: TensorHeader) -> list[int]:
+    """Return the numbers of an I64 or I32 tensor."""
     with header.file.open("rb") as stream:
         stream.seek(header.start)
-        numbers = array("q", stream.read(header.end - header.start))
+        numbers = array(_INTEGER_CODES[header.dtype], stream.read(header.end - header.start))
     if sys.byteorder == "big":
         numbers.byteswap()
     return numbers.tolist()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from speculators.errors import FormatError, VerifierError
 from speculators.formats.checkpoint import read_config, read_headers, text_config
+from speculators.formats.norm_gain import adds_one, class_adds_one
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,24 +29,6 @@ EMBEDDING_NAMES = (
 )
 HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight", "model.language_model.lm_head.weight")
 NORM_NAMES = ("model.norm.weight", "model.language_model.norm.weight", "language_model.model.norm.weight")
-
-# Model types whose final norm computes x̂·(1 + w): their transformers classes start from w = 0. Others compute x̂·w;
-# among them gemma3n and gemma4, whose classes start from w = 1.
-GAIN_PLUS_ONE = frozenset(
-    {
-        "gemma",
-        "gemma2",
-        "gemma3",
-        "gemma3_text",
-        "recurrent_gemma",
-        "vaultgemma",
-        "qwen3_next",
-        "qwen3_5",
-        "qwen3_5_text",
-        "qwen3_5_moe",
-        "qwen3_5_moe_text",
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -68,7 +51,11 @@ class VerifierWeights:
     def from_model(cls, model: PreTrainedModel) -> VerifierWeights:
         """Take the tensors (not copies) of a transformers model in process; VerifierError as for a directory."""
         tensors = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
-        return _assemble(model.config.to_dict(), tensors, tensors.__getitem__, str(model.config.name_or_path))
+        source = str(model.config.name_or_path)
+        weights = _assemble(model.config.to_dict(), tensors, tensors.__getitem__, source)
+        norm_name = _only(NORM_NAMES, tensors, "final norm", source)
+        plus_one = class_adds_one(type(model.get_submodule(norm_name.removesuffix(".weight"))))
+        return weights if plus_one is None else replace(weights, plus_one=plus_one)
 
 
 def load_verifier_weights(path: str | os.PathLike[str]) -> VerifierWeights:
@@ -133,7 +120,7 @@ def _assemble(
         head,
         norm,
         norm_eps=eps,
-        plus_one=text.get("model_type") in GAIN_PLUS_ONE,
+        plus_one=adds_one(str(text.get("model_type"))),
         softcap=_number(text, "final_logit_softcapping", source),
         scale=(factor or 1.0) / (divisor or 1.0),
     )

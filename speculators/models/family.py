@@ -10,6 +10,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from speculators.errors import VerifierError
+from speculators.formats.checkpoint import text_config
+from speculators.formats.decoder import ROPE_TYPES
+from speculators.models.dense_shape import dense_heads, dense_width, number_of, size_of
 
 if TYPE_CHECKING:
     from speculators.formats.config import SpeculatorConfig
@@ -93,6 +96,9 @@ class VerifierShape:
     """What a draft inherits from its verifier; read from the verifier's config.json alone.
 
     `vocab_size` is the config's (padding rows included). `rope_parameters` always holds `rope_type` and `rope_theta`.
+    `intermediate_size` and the attention heads are those of a dense draft, which a mixture of experts or latent
+    attention does not have itself (see `dense_shape`).
+    `raw` is the config of the language part as it was read, empty where the shape was put together by hand.
     """
 
     name_or_path: str
@@ -112,6 +118,7 @@ class VerifierShape:
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
+    raw: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def from_config_dict(cls, config: Mapping[str, Any], name_or_path: str) -> VerifierShape:
@@ -120,61 +127,61 @@ class VerifierShape:
         A multimodal config's language part (`text_config`) is used. Raises VerifierError where a size or the rope base
         is missing: a guess would train a draft that a server rotates differently.
         """
-        text = _language_part(config)
-        heads = _size(text, "num_attention_heads", name_or_path)
-        hidden = _size(text, "hidden_size", name_or_path)
+        text = text_config(config)
+        hidden = size_of(text, "hidden_size", name_or_path)
+        heads = dense_heads(text, hidden, name_or_path)
         return cls(
             name_or_path=name_or_path,
-            architectures=tuple(config.get("architectures") or text.get("architectures") or ()),
+            architectures=_names(config.get("architectures") or text.get("architectures") or [], name_or_path),
             model_type=str(text.get("model_type") or config.get("model_type") or ""),
             hidden_size=hidden,
-            intermediate_size=_size(text, "intermediate_size", name_or_path),
-            num_hidden_layers=_size(text, "num_hidden_layers", name_or_path),
-            num_attention_heads=heads,
-            num_key_value_heads=text.get("num_key_value_heads") or heads,
-            head_dim=text.get("head_dim") or hidden // heads,
-            vocab_size=_size(text, "vocab_size", name_or_path),
-            max_position_embeddings=_size(text, "max_position_embeddings", name_or_path),
+            intermediate_size=dense_width(text, hidden, name_or_path),
+            num_hidden_layers=size_of(text, "num_hidden_layers", name_or_path),
+            num_attention_heads=heads.num_attention_heads,
+            num_key_value_heads=heads.num_key_value_heads,
+            head_dim=heads.head_dim,
+            vocab_size=size_of(text, "vocab_size", name_or_path),
+            max_position_embeddings=size_of(text, "max_position_embeddings", name_or_path),
             rope_parameters=rope_parameters_of(text, name_or_path),
-            rms_norm_eps=float(text.get("rms_norm_eps") or 1e-6),
-            initializer_range=float(text.get("initializer_range") or 0.02),
+            rms_norm_eps=number_of(text, "rms_norm_eps", 1e-6, name_or_path),
+            initializer_range=number_of(text, "initializer_range", 0.02, name_or_path),
             bos_token_id=text.get("bos_token_id"),
             eos_token_id=text.get("eos_token_id"),
             pad_token_id=text.get("pad_token_id"),
+            raw=dict(text),
         )
 
 
-def _language_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    for key in ("text_config", "llm_config", "language_config"):
-        nested = config.get(key)
-        if isinstance(nested, Mapping):
-            return nested
-    return config
-
-
-def _size(config: Mapping[str, Any], key: str, name_or_path: str) -> int:
-    value = config.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+def _names(value: object, name_or_path: str) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
         raise VerifierError(
-            f"configuration of verifier {name_or_path!r} says {key}={value!r}, where a positive integer is expected; "
-            "is it a causal language model?"
+            f"configuration of verifier {name_or_path!r} says architectures={value!r}, where a list of class names is "
+            "expected"
         )
-    return value
+    return tuple(value)
 
 
 def rope_parameters_of(config: Mapping[str, Any], name_or_path: str) -> dict[str, Any]:
     """The rope settings of a model's config as one flat dict with `rope_type` and `rope_theta`.
 
     `rope_parameters` is read first (of several layer types, full attention counts), then the older `rope_scaling` with
-    a flat `rope_theta`. Keys of multi-axis rope are left out: on text all their axes carry the same position.
+    a flat `rope_theta`. Keys of multi-axis rope are left out: on text all their axes carry the same position. So are
+    those that a draft's rope of this type does not have, such as a scale of the attention by position. A "proportional"
+    rope is a plain one that leaves a part of each head unturned.
     """
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    found = found.get("full_attention") or found
-    parameters = {key: value for key, value in found.items() if not key.startswith("mrope")}
+    if isinstance(found, Mapping) and isinstance(found.get("full_attention"), Mapping):
+        found = found["full_attention"]
+    if not isinstance(found, Mapping):
+        raise VerifierError(f"the configuration of verifier {name_or_path!r} has rope settings {found!r}, no object")
+    parameters = {key: value for key, value in found.items() if not key.startswith("mrope") and value is not None}
     legacy_type = parameters.pop("type", None)
     kind = parameters.setdefault("rope_type", legacy_type or "default")
-    if kind == "mrope":
-        parameters["rope_type"] = "default"
+    if kind in ("mrope", "proportional"):
+        kind = parameters["rope_type"] = "default"
+    if isinstance(kind, str) and kind in ROPE_TYPES:
+        known = {"rope_type", "rope_theta", "partial_rotary_factor"}.union(*ROPE_TYPES[kind])
+        parameters = {key: value for key, value in parameters.items() if key in known}
     for key in ("rope_theta", "partial_rotary_factor"):
         if parameters.get(key) is None and config.get(key) is not None:
             parameters[key] = config[key]

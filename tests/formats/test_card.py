@@ -8,6 +8,7 @@ import pytest
 
 from speculators.errors import DataError
 from speculators.formats.card import model_card, write_card
+from speculators.models import family_config
 from speculators.models.eagle3.config import Eagle3Config
 from tests.formats.eagle3_directory import make_config
 
@@ -146,3 +147,24 @@ def test_the_card_is_written_beside_the_weights(tmp_path: Path) -> None:
     path = write_card(tmp_path, CONFIG, {"held-out": EVALUATION}, {"rows": 3}, "me/draft")
     assert path == tmp_path / "README.md"
     assert path.read_text(encoding="utf-8") == model_card(CONFIG, {"held-out": EVALUATION}, {"rows": 3}, "me/draft")
+
+
+@pytest.mark.parametrize(
+    ("family", "command"),
+    [
+        ("eagle3", "vllm serve org/draft"),
+        ("dflash2", "VLLM_USE_V2_MODEL_RUNNER=1 vllm serve org/draft"),
+        ("mtp", None),
+    ],
+)
+def test_how_to_serve_is_what_engines_can_do(family: str, command: str | None) -> None:
+    """vLLM runs some classes in its newer runner alone, and reads no MTP directory at all."""
+    folder = Path(__file__).parent.parent / "golden" / family
+    kind = family_config(family)
+    assert kind is not None
+    text = model_card(kind.from_json(json.loads((folder / "config.json").read_text())), repo="org/draft")
+    lines = text.splitlines()
+    assert [line for line in lines if "vllm serve" in line] == ([] if command is None else [command])
+    assert ('- "vllm"' in front_matter(text).splitlines()) is (command is not None)
+    assert ("vLLM does not read this directory" in text) is (command is None)
+    assert "speculators serve org/draft --port 8000" in lines

@@ -61,6 +61,7 @@ class TestConfigFile:
             (b'{"a": -Infinity}', "Infinity"),
             (b'{"a": "\xff"}', "UTF-8"),
             (b'{"a":' + b"[" * 100_000, "nested too deeply"),
+            (b'{"a":' + b"[" * 64 + b"]" * 64 + b"}", "nested too deeply; expected at most 64 levels"),
             (b'{"a": ' + b"9" * 5000 + b"}", "integer"),
             (b'{"a": 1', "delimiter"),
         ],
@@ -270,7 +271,7 @@ class TestLoading:
             ("norm.weight", torch.ones(9), "F020"),
             ("norm.weight", torch.ones(8, dtype=torch.int64), "F021"),
             ("norm.weight", torch.ones(8, dtype=torch.float64), "F021"),
-            ("d2t", torch.zeros(16, dtype=torch.int32), "F021"),
+            ("d2t", torch.zeros(16, dtype=torch.int16), "F021"),
             ("t2d", torch.zeros(64, dtype=torch.uint8), "F021"),
         ],
     )
@@ -284,6 +285,17 @@ class TestLoading:
         with pytest.raises(FormatError, match=name) as caught:
             load_tensors(write_directory(tmp_path, tensors=tensors), EXPECTED)
         assert caught.value.code == code
+
+    def test_a_map_of_narrower_integers_is_widened_but_never_written(self, tmp_path: Path) -> None:
+        """Some published drafts store d2t as int32; vLLM casts it too."""
+        narrow = make_tensors() | {"d2t": make_tensors()["d2t"].int()}
+        loaded = load_tensors(write_directory(tmp_path / "theirs", tensors=narrow), EXPECTED)
+        assert loaded["d2t"].dtype == torch.int64
+        assert torch.equal(loaded["d2t"], make_tensors()["d2t"])
+        with pytest.raises(FormatError, match="d2t is stored as I32") as caught:
+            save_checkpoint(tmp_path / "ours", make_config(), narrow, EXPECTED)
+        assert caught.value.code == "F053"
+        assert not (tmp_path / "ours").exists()
 
     def test_a_renamed_tensor_is_both_missing_and_unknown(self, tmp_path: Path) -> None:
         tensors = make_tensors()

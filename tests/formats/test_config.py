@@ -380,7 +380,8 @@ def test_expected_tensors_of_two_qwen3_layers_with_every_option() -> None:
         }
     found = config.expected_tensors()
     assert {name: spec.shape for name, spec in found.items()} == expected
-    assert {name for name, spec in found.items() if not spec.required} == {"lm_head.weight", "t2d"}
+    # Of another width than the verifier, a draft has a head of its own.
+    assert {name for name, spec in found.items() if not spec.required} == {"t2d"}
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,11 @@ def test_codes_are_unique_and_slugs_are_words() -> None:
 def test_codes_that_scripts_know_stay_what_they_are() -> None:
     known = {"F002": "model-type", "F004": "no-speculative-tokens", "F009": "second-proposal", "F012": "d2t-absolute"}
     known |= {"F016": "no-lm-head", "F019": "fc-width", "F022": "norms-all-ones", "F025": "broken-weights"}
+    known |= {"F041": "norms-before-fc", "F042": "fc-norm-not-read", "F043": "norm-output-not-read"}
+    known |= {"F044": "anchor-sampling", "F045": "mixed-causality", "F046": "causality-not-read"}
+    known |= {"F047": "markov-head", "F048": "no-sample-from-anchor", "F049": "context-short"}
+    known |= {"F050": "tokens-exceed-block", "F051": "mask-token-id", "F052": "not-served"}
+    known |= {"F053": "integer-width", "F054": "reduced-vocabulary", "F055": "default-differs"}
     assert {code: slug for slug, (code, _) in FAULTS.items() if code in known} == known
 
 

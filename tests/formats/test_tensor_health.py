@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from speculators.formats.checkpoint import read_header
-from speculators.formats.tensor_health import is_norm, number_faults, read_int64, read_marked
+from speculators.formats.tensor_health import is_norm, number_faults, read_integers, read_marked
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 1e-30, 3e38, -3e38, 65504.0, 40000.0, float("nan"), float("inf"), float("-inf")]
@@ -72,5 +72,5 @@ def test_maps_are_read(tmp_path: Path) -> None:
     mask = torch.tensor([False, True, True, False])
     save_file({"d2t": torch.tensor([-5, 0, 2**40]), "t2d": mask}, tmp_path / "w.safetensors")
     headers = read_header(tmp_path / "w.safetensors")
-    assert read_int64(headers["d2t"]) == [-5, 0, 2**40]
+    assert read_integers(headers["d2t"]) == [-5, 0, 2**40]
     assert read_marked(headers["t2d"]) == [1, 2]

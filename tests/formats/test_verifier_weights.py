@@ -22,9 +22,11 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 
 from speculators.errors import VerifierError
-from speculators.formats.verifier_weights import GAIN_PLUS_ONE, VerifierWeights, load_verifier_weights
+from speculators.formats.norm_gain import GAIN_PLUS_ONE, adds_one, class_adds_one
+from speculators.formats.verifier_weights import VerifierWeights, load_verifier_weights
 from tests.formats.eagle3_directory import GOLDEN
 
 SIZES: dict[str, Any] = {
@@ -229,6 +231,9 @@ NORM_CLASSES = {
     "qwen3_5_text": ("qwen3_5", "Qwen3_5RMSNorm"),
     "qwen3_5_moe": ("qwen3_5_moe", "Qwen3_5MoeRMSNorm"),
     "qwen3_5_moe_text": ("qwen3_5_moe", "Qwen3_5MoeRMSNorm"),
+    "qwen4_exp": ("qwen4_exp", "Qwen4ExpTextRMSNorm"),
+    "qwen4_exp_text": ("qwen4_exp", "Qwen4ExpTextRMSNorm"),
+    "minimax_m3_vl_text": ("minimax_m3_vl", "MiniMaxM3VLRMSNorm"),
     "gemma3n": ("gemma3n", "Gemma3nRMSNorm"),
     "gemma4": ("gemma4", "Gemma4RMSNorm"),
     "llama": ("llama", "LlamaRMSNorm"),
@@ -249,5 +254,28 @@ def test_which_norms_add_one_is_what_transformers_does(model_type: str) -> None:
     norm_class = getattr(import_module(f"transformers.models.{module}.modeling_{module}"), name)
     norm = norm_class(4)
     torch.nn.init.zeros_(norm.weight)
-    adds_one = bool(norm(torch.ones(1, 4)).abs().sum() > 0)
-    assert adds_one == (model_type in GAIN_PLUS_ONE)
+    passes = bool(norm(torch.ones(1, 4)).abs().sum() > 0)
+    assert passes == (model_type in GAIN_PLUS_ONE) == adds_one(model_type)
+    # The initial weights say the same: a norm starts by changing no scale.
+    assert passes == bool((norm_class(4).weight == 0).all())
+
+
+def test_a_norm_that_cannot_be_asked_says_nothing() -> None:
+    class Weightless(torch.nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+
+    assert class_adds_one(torch.nn.Linear) is None
+    assert class_adds_one(Weightless) is None
+    assert adds_one("a_type_of_nobody") is False
+
+
+def test_the_norm_of_a_model_in_process_decides_not_its_type() -> None:
+    """A model whose code is not that of its type in transformers."""
+    model = random_model("llama")
+    model.model.norm = Gemma2RMSNorm(SIZES["hidden_size"], eps=1e-3)
+    torch.nn.init.uniform_(model.model.norm.weight)
+    state, logits = last_state_and_logits(model)
+    weights = VerifierWeights.from_model(model)
+    assert weights.plus_one
+    torch.testing.assert_close(logits_from(weights, state), logits, atol=1e-4, rtol=1e-4)

@@ -141,7 +141,9 @@ TENSOR_FAULTS: list[tuple[str, Tensors, str]] = [
     ("unknown tensor", make_tensors() | {"verifier_lm_head.weight": torch.rand(64, 8)}, "unknown-tensor"),
     ("fc of four layers", make_tensors() | {"fc.weight": torch.rand(8, 32)}, "fc-width"),
     ("wrong shape", make_tensors() | {"lm_head.weight": torch.rand(8, 16)}, "tensor-shape"),
-    ("wrong dtype", changed("d2t", lambda tensor: tensor.to(torch.int32)), "tensor-dtype"),
+    ("wrong dtype", changed("d2t", lambda tensor: tensor.to(torch.int16)), "tensor-dtype"),
+    ("narrow integers", changed("d2t", lambda tensor: tensor.to(torch.int32)), "integer-width"),
+    ("narrow absolute ids", make_tensors() | {"d2t": ABSOLUTE.int()}, "integer-width d2t-absolute"),
     ("norms of one", changed("norm.weight", torch.ones_like), "norms-all-ones"),
     ("nan", changed("fc.weight", lambda tensor: with_value(tensor, float("nan"))), "not-finite"),
     ("infinity", changed("lm_head.weight", lambda tensor: with_value(tensor, float("-inf"))), "not-finite"),
@@ -153,7 +155,7 @@ TENSOR_FAULTS: list[tuple[str, Tensors, str]] = [
 def test_a_fault_of_the_tensors_is_named_and_is_the_only_one(
     tmp_path: Path, name: str, tensors: Tensors, slug: str
 ) -> None:
-    assert slugs_of(write_directory(tmp_path, tensors=tensors)) == [slug]
+    assert slugs_of(write_directory(tmp_path, tensors=tensors)) == slug.split()
 
 
 def test_a_full_vocabulary_needs_neither_head_nor_map(tmp_path: Path) -> None:
@@ -349,13 +351,20 @@ def test_any_configuration_is_judged_without_a_crash(
 def test_what_vllm_reads_is_described() -> None:
     described = describe_for_vllm(Eagle3Config.from_json(make_config(target_hidden_size=6)))
     assert {key: described[key] for key in described if key not in ("draft", "layers")} == {
+        "served": True,
         "method": "eagle3",
         "parallel_drafting": False,
         "num_speculative_tokens": 3,
         "model": "somebody/verifier",
         "architecture": "Eagle3LlamaForCausalLM",
+        "runner": "V1 or V2",
         "capture_layer_ids": [2, 4, 5],
         "num_aux_features": 3,
+        "mask_token_id": None,
+        "causal_layers": [True],
+        "dflash_config": None,
+        "differs": [],
+        "instead": None,
     }
     assert described["draft"] == {
         "draft_vocab_size": 16,
