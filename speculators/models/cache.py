@@ -26,7 +26,7 @@ class SlotWrite:
     width: int
     end: int
     positions_BT: Tensor
-    _masks: dict[int | None, Tensor | None] = field(default_factory=dict)
+    _masks: dict[tuple[int | None, bool], Tensor | None] = field(default_factory=dict)
     _groups: list[tuple[slice, int]] | None = None
 
     @classmethod
@@ -36,11 +36,14 @@ class SlotWrite:
         positions_BT = first_B[:, None] + torch.arange(width, device=device)
         return cls(rows, list(starts), width, max(starts) + width, positions_BT)
 
-    def mask(self, window: int | None = None) -> Tensor | None:
-        """Bool [B, 1, T, end], true where a query may look: at or before it, within `window`; None for everywhere."""
-        if window not in self._masks:
-            self._masks[window] = self._build_mask(window)
-        return self._masks[window]
+    def mask(self, window: int | None = None, *, causal: bool = True) -> Tensor | None:
+        """Bool [B, 1, T, end], true where a query may look: at or before it, within `window`; None for everywhere.
+
+        Without `causal` it also sees what this write puts after it, but nothing that an earlier one left behind that.
+        """
+        if (window, causal) not in self._masks:
+            self._masks[window, causal] = self._build_mask(window, causal)
+        return self._masks[window, causal]
 
     def groups(self) -> list[tuple[slice, int]]:
         """Rows to attend together, and the end of their longest: one group, or several where that saves reading."""
@@ -53,12 +56,13 @@ class SlotWrite:
             self._groups = grouped if worth_it else [(slice(0, len(ends)), self.end)]
         return self._groups
 
-    def _build_mask(self, window: int | None) -> Tensor | None:
+    def _build_mask(self, window: int | None, causal: bool) -> Tensor | None:
         unbounded = window is None or self.end <= window
-        if unbounded and self.width == 1 and min(self.starts) + 1 == self.end:
+        if unbounded and (self.width == 1 or not causal) and min(self.starts) + self.width == self.end:
             return None
         keys_E = torch.arange(self.end, device=self.positions_BT.device)
-        mask_BTE = keys_E <= self.positions_BT[:, :, None]
+        last_BT = self.positions_BT if causal else self.positions_BT[:, -1:].expand(-1, self.width)
+        mask_BTE = keys_E <= last_BT[:, :, None]
         if not unbounded:
             assert window is not None
             mask_BTE &= keys_E > self.positions_BT[:, :, None] - window
@@ -113,10 +117,17 @@ class SlotCache:
 
 
 def attend(
-    write: SlotWrite, q_BQTD: Tensor, k_BNED: Tensor, v_BNED: Tensor, scale: float, window: int | None = None
+    write: SlotWrite,
+    q_BQTD: Tensor,
+    k_BNED: Tensor,
+    v_BNED: Tensor,
+    scale: float,
+    window: int | None = None,
+    *,
+    causal: bool = True,
 ) -> Tensor:
-    """`slot_attention` of all rows of a write, causal within `window`; short rows do not read as far as long ones."""
-    groups, mask = write.groups(), write.mask(window)
+    """`slot_attention` of all rows of a write, masked as `SlotWrite.mask` says; short rows read less than long ones."""
+    groups, mask = write.groups(), write.mask(window, causal=causal)
     if mask is None or len(groups) == 1:
         return slot_attention(q_BQTD, k_BNED, v_BNED, mask, scale)
     parts = [

@@ -27,7 +27,8 @@ class DecoderChoices(BaseModel):
     """The shape of a draft's decoder layers. What is None follows the verifier.
 
     `aux_layer_ids` are capture ids (id i enters decoder layer i, 0 = embeddings, L = last output). `draft_vocab_size`
-    at or above the verifier's vocabulary means all of it, as does None.
+    at or above the verifier's vocabulary means all of it, as does None. With a `hidden_size` of the draft's own, heads
+    keep the verifier's size and grouping, and there are as many as fit the width; the MLP keeps its proportion.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -36,6 +37,7 @@ class DecoderChoices(BaseModel):
     layer_type: Literal["llama", "qwen3"] = "llama"
     aux_layer_ids: list[int] | None = None
     draft_vocab_size: int | None = Field(default=DEFAULT_DRAFT_VOCAB_SIZE, gt=0)
+    hidden_size: int | None = Field(default=None, gt=0)
     intermediate_size: int | None = Field(default=None, gt=0)
     num_attention_heads: int | None = Field(default=None, gt=0)
     num_key_value_heads: int | None = Field(default=None, gt=0)
@@ -66,14 +68,17 @@ class DecoderChoices(BaseModel):
         rope = {key: value for key, value in verifier.rope_parameters.items() if key != "partial_rotary_factor"}
         kind = "full_attention" if self.sliding_window is None else "sliding_attention"
         layer_types = layer_types or [kind] * self.num_layers
+        width = self.hidden_size or verifier.hidden_size
+        heads, shared = self._head_counts(width, verifier)
         return DecoderConfig.model_validate(
             {
                 "model_type": self.layer_type,
-                "hidden_size": verifier.hidden_size,
-                "intermediate_size": self.intermediate_size or verifier.intermediate_size,
+                "hidden_size": width,
+                "intermediate_size": self.intermediate_size
+                or -(-verifier.intermediate_size * width // verifier.hidden_size),
                 "num_hidden_layers": self.num_layers,
-                "num_attention_heads": self.num_attention_heads or verifier.num_attention_heads,
-                "num_key_value_heads": self.num_key_value_heads or verifier.num_key_value_heads,
+                "num_attention_heads": heads,
+                "num_key_value_heads": shared,
                 "head_dim": self.head_dim or verifier.head_dim,
                 "vocab_size": verifier.vocab_size,
                 "rms_norm_eps": self.rms_norm_eps or verifier.rms_norm_eps,
@@ -89,3 +94,12 @@ class DecoderChoices(BaseModel):
                 "pad_token_id": verifier.pad_token_id,
             }
         )
+
+    def _head_counts(self, width: int, verifier: VerifierShape) -> tuple[int, int]:
+        """Query heads and key heads of a draft of this width."""
+        heads, shared = verifier.num_attention_heads, verifier.num_key_value_heads
+        if width != verifier.hidden_size:
+            group = max(1, heads // shared)
+            heads = self.num_attention_heads or max(1, width // (self.head_dim or verifier.head_dim))
+            shared = next(count for count in range(max(1, heads // group), 0, -1) if heads % count == 0)
+        return self.num_attention_heads or heads, self.num_key_value_heads or shared

@@ -5,6 +5,7 @@ Shape suffixes: B rows, T tokens, A aux layers, H hidden, X = A*H, V verifier vo
 
 from __future__ import annotations
 
+import fnmatch
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -37,7 +38,8 @@ class DraftContext:
     `token_ids_BT` int64: the token after each newly verified position. `aux_hidden_states_BTX`: the verifier's aux
     states at those positions (ascending layer ids, concatenated). `last_hidden_states_BTH`: its state before the final
     norm, `normed_hidden_states_BTH`: that state after it, which its head reads. `starts`: the first of those positions,
-    which is the number of tokens the draft cache already holds. `lengths`: how many of the T are valid, rows being padded on the right (0: the row takes no part).
+    which is the number of tokens the draft cache already holds. `lengths`: how many of the T are valid, rows being
+    padded on the right (0: the row takes no part).
     """
 
     token_ids_BT: Tensor
@@ -153,6 +155,11 @@ class DraftModel(nn.Module, ABC):
     # Tensors that a checkpoint may leave to the verifier, and the field of `VerifierWeights` that they come from.
     borrows: ClassVar[Mapping[str, str]] = {"embed_tokens.weight": "embed_tokens", "lm_head.weight": "lm_head"}
 
+    # Those of them that are written all the same, because a reader of the family's files would not look for them.
+    ships: ClassVar[frozenset[str]] = frozenset()
+    # Patterns of the names of matrices with a row a token.
+    tables: ClassVar[tuple[str, ...]] = ("embed_tokens.weight", "lm_head.weight")
+
     def __init__(self, config: SpeculatorConfig) -> None:
         super().__init__()
         self.config = config
@@ -186,6 +193,11 @@ class DraftModel(nn.Module, ABC):
         """Parameters an optimizer may change."""
         return (parameter for parameter in self.parameters() if parameter.requires_grad)
 
+    def vocabulary_tables(self) -> frozenset[str]:
+        """Names of matrices with a row a token: looked up or scored row by row, they are no linear maps."""
+        names = [name for name, _ in self.named_parameters()]
+        return frozenset(name for pattern in self.tables for name in fnmatch.filter(names, pattern))
+
     def missing_tensors(self) -> list[str]:
         """Names of tensors that still have to come from the verifier."""
         return [name for name, tensor in self.state_dict().items() if tensor.is_meta]
@@ -203,6 +215,10 @@ class DraftModel(nn.Module, ABC):
     @abstractmethod
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Give every trained parameter a fresh random value."""
+
+    def vocabulary_tensors(self, vocab: DraftVocab) -> dict[str, Tensor]:
+        """How a checkpoint of this family stores a reduced draft vocabulary, by tensor name."""
+        return {"d2t": vocab.d2t, "t2d": vocab.t2d}
 
     def start_from_verifier(self, weights: VerifierWeights, vocab: DraftVocab) -> None:
         """Give a fresh draft what it starts from besides borrowed tensors: for most, nothing."""

@@ -42,7 +42,9 @@ class SkinnyLinear(nn.Linear):
         out = torch.mm(self.weight, (columns.repeat(2, 1) if rows == 1 else columns).t()).t()[:rows]
         if self.bias is not None:
             out = out + self.bias
-        return out.reshape(*input.shape[:-1], self.out_features)
+        # Some callers view the result, as that of any linear layer.
+        contiguous: Tensor = out.contiguous()
+        return contiguous.view(*input.shape[:-1], self.out_features)
 
 
 def use_skinny_linears(module: nn.Module) -> None:
@@ -100,7 +102,8 @@ def _frequencies(decoder: DecoderConfig) -> tuple[Tensor, float]:
     if kind not in STATIC_ROPE_TYPES:
         raise FormatError(f"rope_type {kind!r} of transformer_layer_config; drafts know {', '.join(STATIC_ROPE_TYPES)}")
     config = LlamaConfig(
-        hidden_size=decoder.hidden_size,
+        # Heads need not divide the hidden size evenly, which transformers insists on; only their own size matters here.
+        hidden_size=decoder.num_attention_heads * decoder.head_dim,
         num_attention_heads=decoder.num_attention_heads,
         # Of transformers' rope functions, only that of the default type does not know the share.
         head_dim=int(decoder.head_dim * share) if kind == "default" else decoder.head_dim,
@@ -154,7 +157,7 @@ class SelfAttention(nn.Module):
 
     def as_heads(self, projected: Tensor) -> Tensor:
         """[..., heads * D] -> [..., heads, D]."""
-        return projected.view(*projected.shape[:-1], -1, self.head_dim)
+        return projected.unflatten(-1, (projected.shape[-1] // self.head_dim, self.head_dim))
 
     def as_query(self, projected: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """What `q_proj` gave -> rotated queries [..., Q, D]."""

@@ -6,17 +6,21 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from speculators.errors import FormatError, SpeculatorsError
+from speculators.formats.card import write_card
 from speculators.formats.checkpoint import load_tensors, read_config, save_checkpoint
 from speculators.formats.config import SpeculatorConfig
-from speculators.formats.hub import push, resolve
+from speculators.formats.faults import error_of, fault
+from speculators.formats.hub import resolve
+from speculators.formats.publish import prepare, publish
 from speculators.formats.verifier_weights import VerifierWeights
 from speculators.formats.vocab import DraftVocab
-from speculators.models import FAMILIES
+from speculators.models import FAMILIES, family_config
 from speculators.models.draft_model import DraftModel
 from speculators.models.family import DraftFamily
 
@@ -26,7 +30,9 @@ def family_of(speculators_model_type: object, source: object) -> DraftFamily:
     family = FAMILIES.get(speculators_model_type) if isinstance(speculators_model_type, str) else None
     if family is None:
         known = ", ".join(sorted(FAMILIES))
-        raise FormatError(f"{source}: speculators_model_type is {speculators_model_type!r}; expected one of {known}")
+        slug = "unsupported-type" if speculators_model_type else "no-speculators-model-type"
+        text = f"speculators_model_type is {speculators_model_type!r}; expected one of {known}"
+        raise error_of([fault(slug, text)], source)
     return family
 
 
@@ -67,12 +73,21 @@ class Speculator:
 
     @classmethod
     def create(
-        cls, config: SpeculatorConfig, weights: VerifierWeights, vocab: DraftVocab | None = None, *, seed: int = 0
+        cls,
+        config: SpeculatorConfig,
+        weights: VerifierWeights,
+        vocab: DraftVocab | None = None,
+        *,
+        seed: int = 0,
+        start_from: Speculator | None = None,
     ) -> Speculator:
-        """A fresh float32 draft for training: trained parameters random from `seed`, the rest from the verifier.
+        """A float32 draft for training: trained parameters random from `seed`, the rest from the verifier.
 
-        `vocab` must have the config's draft vocabulary size; None means the whole vocabulary.
+        `vocab` must have the config's draft vocabulary size; None means the whole vocabulary. `start_from`, a
+        speculator of the same family, gives all its own tensors and its vocabulary map instead (see `copy_from`).
         """
+        if start_from is not None and vocab is None:
+            vocab = start_from.vocab
         vocab = vocab or DraftVocab.full(config.verifier_vocab_size)
         if (vocab.draft_size, vocab.verifier_size) != (config.num_draft_ids, config.verifier_vocab_size):
             raise FormatError(
@@ -84,11 +99,43 @@ class Speculator:
         draft.reset_parameters(torch.Generator().manual_seed(seed))
         speculator = cls(config, draft)
         if not vocab.is_full:
-            head = weights.lm_head.index_select(0, vocab.draft_ids.to(weights.lm_head.device))
-            speculator._fill({"d2t": vocab.d2t, "t2d": vocab.t2d, "lm_head.weight": head.float()})
+            speculator._fill(draft.vocabulary_tensors(vocab))
+            # A head that has values already is the draft's own.
+            if "lm_head.weight" in draft.missing_tensors():
+                head = weights.lm_head.index_select(0, vocab.draft_ids.to(weights.lm_head.device))
+                speculator._fill({"lm_head.weight": head.float()})
         speculator.attach_verifier(weights)
         draft.start_from_verifier(weights, vocab)
-        return speculator
+        speculator._borrowed -= {name for name, tensor in draft.named_parameters() if tensor.requires_grad}
+        return speculator if start_from is None else speculator.copy_from(start_from)
+
+    def copy_from(self, other: Speculator) -> Speculator:
+        """Take every tensor of a speculator of this family, bit for bit, for a warm start; returns self.
+
+        The vocabulary map is kept with the weights that belong to it, never rebuilt. What the other borrows from its
+        verifier is left as it is here. FormatError names the first tensor that the two do not share, or share in
+        another shape, and nothing is copied then; likewise where their vocabulary maps differ.
+        """
+        kind, found = self.config.speculators_model_type, other.config.speculators_model_type
+        if kind != found:
+            raise FormatError(f"a {kind} draft cannot start from a {found}; give a speculator of the same family")
+        mine, theirs = self.draft.state_dict(), other.draft.state_dict()
+        for name in sorted(mine.keys() | theirs.keys()):
+            shapes = [list(side[name].shape) if name in side else None for side in (mine, theirs)]
+            if shapes[0] != shapes[1]:
+                has, gives = (f"is {shape}" if shape else "is not there" for shape in shapes)
+                raise FormatError(
+                    f"{name} {has} in the new draft and {gives} in the one to start from; give both the same shape"
+                )
+        ids = [side.vocab.draft_ids for side in (self, other)]
+        if not torch.equal(ids[0], ids[1].to(ids[0].device)):
+            raise FormatError(
+                "the draft to start from keeps other tokens than the new one; leave the vocabulary out to take its map"
+            )
+        given = {name: theirs[name].clone() for name in theirs.keys() - other._borrowed if not theirs[name].is_meta}
+        self._fill(given, self.draft.device, self.draft.dtype)
+        self._borrowed -= given.keys()
+        return self
 
     @property
     def vocab(self) -> DraftVocab:
@@ -96,7 +143,14 @@ class Speculator:
         buffers = dict(self.draft.named_buffers())
         if "d2t" in buffers:
             return DraftVocab(buffers["d2t"], buffers["t2d"])
-        return DraftVocab.full(self.config.verifier_vocab_size)
+        ids_D = self.draft.verifier_ids_D
+        size = self.config.verifier_vocab_size
+        return DraftVocab.full(size) if ids_D is None else DraftVocab.from_ids(ids_D.tolist(), size)
+
+    @property
+    def borrowed(self) -> frozenset[str]:
+        """Names of the tensors that are the verifier's, filled in by `attach_verifier`."""
+        return self._borrowed
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -139,37 +193,56 @@ class Speculator:
     def save_pretrained(self, directory: str | os.PathLike[str], dtype: torch.dtype = torch.bfloat16) -> None:
         """Write config.json and model.safetensors, atomically; float tensors are stored as `dtype`.
 
-        Tensors borrowed from the verifier are left out wherever engines take the verifier's by themselves.
+        Tensors borrowed from the verifier are left out where every reader takes the verifier's by itself (`ships`
+        names the others); those that this object never got values for are left out too.
         """
         expected = self.config.expected_tensors()
         tensors: dict[str, Tensor] = {}
         for name, tensor in self.draft.state_dict().items():
             spec = expected.get(name)
-            if spec is None or ((tensor.is_meta or name in self._borrowed) and not spec.required):
+            left_out = tensor.is_meta or (name in self._borrowed and name not in self.draft.ships)
+            if spec is None or (left_out and not spec.required):
                 continue
             if tensor.is_meta:
                 self.draft.require_complete()
-            value = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
-            tensors[name] = value.contiguous()
+            kept = not tensor.is_floating_point() or spec.kind == "float32"
+            tensors[name] = tensor.detach().to("cpu", tensor.dtype if kept else dtype).contiguous()
         save_checkpoint(directory, self.config.to_json(), tensors, expected)
 
     def push_to_hub(
-        self, repo: str, *, token: str | None = None, private: bool = False, dtype: torch.dtype = torch.bfloat16
+        self,
+        repo: str,
+        *,
+        token: str | None = None,
+        private: bool = False,
+        revision: str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        evaluations: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> str:
-        """Save and upload to a hub repository; returns its address. A verifier known only by a path is refused."""
-        with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(Path(folder) / "speculator", dtype)
-            return push(Path(folder) / "speculator", repo, token=token, private=private)
+        """Save, write a model card and upload to a hub repository, all in one commit; returns its address.
+
+        `evaluations` maps a title to a report of `runtime.evaluate`, for the card. `revision` is a branch, made where
+        there is none. FormatError where the speculator would not validate or its verifier is known by a path alone,
+        SpeculatorsError where the hub refuses.
+        """
+        with tempfile.TemporaryDirectory() as parent:
+            folder = Path(parent) / "speculator"
+            self.save_pretrained(folder, dtype)
+            write_card(folder, self.config, evaluations, repo=repo)
+            publication = prepare(folder, repo, family_config)
+            return publish(publication, token=token, private=private, revision=revision)
 
     def _fill(
         self, tensors: Mapping[str, Tensor], device: torch.device | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        def placed(tensor: Tensor) -> Tensor:
-            return tensor.to(device, dtype if tensor.is_floating_point() else None)
+        exact = {name for name, spec in self.config.expected_tensors().items() if spec.kind == "float32"}
+
+        def placed(name: str, tensor: Tensor) -> Tensor:
+            return tensor.to(device, dtype if tensor.is_floating_point() and name not in exact else None)
 
         # assign keeps each parameter's requires_grad and gives parameters without storage their values.
         unknown = self.draft.load_state_dict(
-            {name: placed(tensor) for name, tensor in tensors.items()}, strict=False, assign=True
+            {name: placed(name, tensor) for name, tensor in tensors.items()}, strict=False, assign=True
         ).unexpected_keys
         if unknown:
             raise FormatError(f"the draft has no tensors named {', '.join(unknown)}; remove them from the checkpoint")

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from speculators.errors import EngineError
+from speculators.errors import EngineError, SpeculatorsError
 from speculators.formats.checkpoint import read_config
-from speculators.formats.hub import resolve
+from speculators.formats.hub import fetch_config, is_local, resolve
 from speculators.models.speculator import Speculator
 from speculators.runtime.config import METHOD_OF_FAMILY, SpeculativeConfig
 
@@ -21,10 +21,16 @@ class Plan:
     draft_sample_method: str = "greedy"
 
 
-def is_speculator(path: str) -> bool:
-    """Whether a local folder is a speculator directory (its config.json has `speculators_config`)."""
-    config = Path(path) / "config.json"
-    return config.is_file() and read_config(Path(path)).get("speculators_config") is not None
+def is_speculator(path_or_repo: str, revision: str | None = None) -> bool:
+    """Whether a local folder or a hub repository is a speculator (its config.json has `speculators_config`)."""
+    if is_local(path_or_repo):
+        path = Path(path_or_repo)
+        return (path / "config.json").is_file() and read_config(path).get("speculators_config") is not None
+    try:
+        return fetch_config(path_or_repo, revision).get("speculators_config") is not None
+    except SpeculatorsError:
+        # Whoever loads it as a verifier says what is wrong with it.
+        return False
 
 
 def infer(model: str, config: SpeculativeConfig | None, *, revision: str | None = None) -> Plan:
@@ -34,7 +40,7 @@ def infer(model: str, config: SpeculativeConfig | None, *, revision: str | None 
     model, which the directory fixes. Otherwise `model` is the verifier and `config.model` the speculator. Nothing is
     ever guessed from a path's name.
     """
-    if is_speculator(model):
+    if is_speculator(model, revision):
         return _of_speculator(model, config or SpeculativeConfig(), model, revision)
     if config is None:
         return Plan(verifier=model)

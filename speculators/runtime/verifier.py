@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import (
-    AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -23,13 +21,14 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from speculators.errors import VerifierError
-from speculators.models.cache import SlotCache, SlotWrite, attend, slot_attention
+from speculators.models.attention_interface import ATTENTION_NAME, SlotKeyValues, writing
+from speculators.models.cache import SlotCache, SlotWrite
 from speculators.models.hardware import multiplies_bfloat16
 from speculators.models.layers import use_skinny_linears
 
-ATTENTION_NAME = "speculators_slots"
+# Kinds of layers that carry a state from token to token beside, or instead of, keys and values.
+_RECURRENT_LAYERS = frozenset({"linear_attention", "mamba", "conv", "recurrent"})
 _NORMED = -1  # where the states after the final norm are kept among the captured ones
-_WRITE: contextvars.ContextVar[SlotWrite | None] = contextvars.ContextVar("slot_write", default=None)
 DTYPES = {
     "float32": torch.float32,
     "float": torch.float32,
@@ -37,66 +36,6 @@ DTYPES = {
     "float16": torch.float16,
     "half": torch.float16,
 }
-
-
-def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
-) -> tuple[Tensor, None]:
-    """Attention under transformers' interface: masks come from the slot write under way, windows from the layer."""
-    scale = options.get("scaling")
-    scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
-    write, window = _WRITE.get(), options.get("sliding_window")
-    softcap, sinks = options.get("softcap"), options.get("s_aux")
-    plain = softcap is None and sinks is None
-    if write is not None and plain:
-        return attend(write, query, key, value, scale, window).transpose(1, 2).contiguous(), None
-    if write is not None:
-        mask = write.mask(window)
-    elif attention_mask is not None:
-        mask = attention_mask
-    else:
-        width, end = query.shape[2], key.shape[2]
-        mask = torch.ones(width, end, dtype=torch.bool, device=query.device).tril(end - width)[None, None]
-    if plain:
-        out = slot_attention(query, key, value, mask, scale)
-    else:
-        out = _attention_spelled_out(query, key, value, mask, scale, softcap, sinks)
-    return out.transpose(1, 2).contiguous(), None
-
-
-def _attention_spelled_out(
-    q_BQTD: Tensor, k_BNED: Tensor, v_BNED: Tensor, mask: Tensor | None, scale: float, softcap: Any, sinks: Any
-) -> Tensor:
-    groups = q_BQTD.shape[1] // k_BNED.shape[1]
-    keys, values = k_BNED.repeat_interleave(groups, 1), v_BNED.repeat_interleave(groups, 1)
-    scores = q_BQTD @ keys.transpose(2, 3) * scale
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    if mask is not None:
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    if sinks is None:
-        return scores.softmax(-1, dtype=torch.float32).to(values.dtype) @ values
-    sink = sinks.reshape(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1).to(scores.dtype)
-    weights = torch.cat([scores, sink], -1).softmax(-1, dtype=torch.float32)[..., :-1]
-    return weights.to(values.dtype) @ values
-
-
-AttentionInterface.register(ATTENTION_NAME, _attention)
-
-
-class _SlotKeyValues:
-    """What a transformers layer sees as its cache during one forward pass."""
-
-    is_compileable = False
-
-    def __init__(self, cache: SlotCache, write: SlotWrite) -> None:
-        self._cache, self._write = cache, write
-
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        return self._cache.write(layer_idx, self._write, keys, values)
-
-    def get_seq_length(self, *_: Any) -> int:
-        return self._write.end - self._write.width
 
 
 @dataclass
@@ -128,6 +67,12 @@ class Verifier:
         self.tokenizer = tokenizer
         self.config: PretrainedConfig = model.config.get_text_config()
         self._layers, self._norm, self._decoder = _find_decoder(model)
+        recurrent = sorted(set(getattr(self.config, "layer_types", None) or ()) & _RECURRENT_LAYERS)
+        if recurrent:
+            raise VerifierError(
+                f"verifier {name_or_path!r} has {', '.join(recurrent)} layers, whose running state this engine cannot "
+                "take back when a draft is rejected; serve it with vLLM, or choose one with attention everywhere"
+            )
         self._captured: dict[int, Tensor] = {}
         self._hooks: list[Any] = []
         self.aux_layer_ids: tuple[int, ...] = ()
@@ -262,14 +207,11 @@ class Verifier:
             "input_ids": token_ids_BT,
             "position_ids": write.positions_BT,
             "attention_mask": torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self.device),
-            self._cache_argument: _SlotKeyValues(cache, write),
+            self._cache_argument: SlotKeyValues(cache, write),
             "use_cache": True,
         }
-        token = _WRITE.set(write)
-        try:
+        with writing(write):
             output = (self.model if need_logits else self._decoder)(**options)
-        finally:
-            _WRITE.reset(token)
         captured, self._captured = self._captured, {}
         aux = torch.cat([captured[i] for i in self.aux_layer_ids], -1) if self.aux_layer_ids else None
         last, normed = captured[self.num_layers], captured[_NORMED]

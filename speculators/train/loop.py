@@ -105,7 +105,7 @@ class _Run:
         self.draft = task.draft.to(self.device).train()
         self.head = task.verifier_head.to(self.device, self.dtype)
         self.parameters = trained_parameters(self.draft)
-        optimizers = build_optimizers(self.draft.named_parameters(), config)
+        optimizers = build_optimizers(self.draft.named_parameters(), config, self.draft.vocabulary_tables())
         self.model: nn.Module = self.accelerator.prepare(self.draft)
         self.optimizers = {name: self.accelerator.prepare(optimizer) for name, optimizer in optimizers.items()}
         self.rows = PackedRows(task.samples, config.row_length, seed=config.seed, window=config.pack_window)

@@ -1,7 +1,7 @@
 """Optimizers over float32 parameters, and learning-rate schedules as pure functions of the step."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, overload
 
 import torch
@@ -11,9 +11,6 @@ from torch.optim import AdamW, Muon, Optimizer
 from speculators.errors import TrainingError
 from speculators.models.hardware import multiplies_bfloat16
 from speculators.train.config import ScheduleName, TrainConfig
-
-# Rows of these are looked up or scored one by one; orthogonalising them jointly makes no sense.
-TABLES = ("embed_tokens.weight", "lm_head.weight")
 
 
 class Float32Muon(Muon):
@@ -68,7 +65,9 @@ def orthogonalise(matrix: Tensor, coefficients: tuple[float, float, float], step
     return x.T if tall else x
 
 
-def build_optimizers(parameters: Iterable[tuple[str, nn.Parameter]], config: TrainConfig) -> dict[str, Optimizer]:
+def build_optimizers(
+    parameters: Iterable[tuple[str, nn.Parameter]], config: TrainConfig, tables: Collection[str] = ()
+) -> dict[str, Optimizer]:
     """One or two optimizers over named trainable parameters, by name.
 
     "adamw": AdamW over all. "muon": Muon over matrices other than token tables, AdamW over the rest; Muon's updates are
@@ -82,7 +81,7 @@ def build_optimizers(parameters: Iterable[tuple[str, nn.Parameter]], config: Tra
     wrong = next((name for name, parameter in named if parameter.dtype is not torch.float32), None)
     if wrong is not None:
         raise TrainingError(f"parameter {wrong} is not float32; master weights are float32, whatever the compute dtype")
-    muon = [p for name, p in named if config.optimizer == "muon" and p.ndim == 2 and not name.endswith(TABLES)]
+    muon = [p for name, p in named if config.optimizer == "muon" and p.ndim == 2 and name not in tables]
     taken = {id(parameter) for parameter in muon}
     rest = [parameter for _, parameter in named if id(parameter) not in taken]
     optimizers: dict[str, Optimizer] = {}

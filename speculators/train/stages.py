@@ -149,8 +149,8 @@ class Run:
     @property
     def draft_vocab_size(self) -> int | None:
         """Tokens of a reduced draft vocabulary; None where the draft has the verifier's."""
-        spec = self.speculator_config.expected_tensors().get("d2t")
-        return None if spec is None else spec.shape[0]
+        config = self.speculator_config
+        return None if config.num_draft_ids == config.verifier_vocab_size else config.num_draft_ids
 
     @property
     def conversation_files(self) -> list[Path]:

@@ -1,19 +1,25 @@
 """Random drafts and packed batches, small enough to compute by hand."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from speculators.formats.config import SpeculatorConfig
 from speculators.formats.verifier_weights import VerifierWeights
 from speculators.formats.vocab import DraftVocab
 from speculators.models import FAMILIES
 from speculators.models.draft_model import PackedBatch
 from speculators.models.family import VerifierShape
+from speculators.models.losses import VerifierHead
 from speculators.models.speculator import Speculator
 
 VOCAB, HIDDEN, DRAFT_VOCAB = 40, 32, 16
+GOLDEN_VERIFIER = Path(__file__).parent.parent / "golden" / "verifier" / "config.json"
 
 
 def verifier_shape(**changes: Any) -> VerifierShape:
@@ -50,17 +56,43 @@ def draft_vocab(size: int = DRAFT_VOCAB) -> DraftVocab:
     return DraftVocab.from_ids(range(3, 3 + 2 * size, 2), VOCAB)
 
 
+def golden_verifier_shape() -> VerifierShape:
+    """That of the verifier in tests/golden/verifier, under the name that the golden checkpoints give it."""
+    return VerifierShape.from_config_dict(json.loads(GOLDEN_VERIFIER.read_text(encoding="utf-8")), "golden/verifier")
+
+
+def verifier_head() -> VerifierHead:
+    """The final norm and head of `verifier_weights`, which turn `PackedBatch.last_hidden_states` into logits."""
+    return VerifierHead.from_weights(verifier_weights())
+
+
+def config_of(family: str, shape: VerifierShape, options: Mapping[str, Any]) -> SpeculatorConfig:
+    """Resolve options as `tests.models.contract` explains them; the tests' own default is a small draft vocabulary."""
+    chosen = dict(options)
+    shape = replace(shape, **chosen.pop("verifier", {}))
+    keys = chosen.pop("config", {})
+    kind = FAMILIES[family].draft
+    if "draft_vocab_size" in kind.model_fields:
+        chosen.setdefault("draft_vocab_size", DRAFT_VOCAB)
+    config: SpeculatorConfig = kind(**chosen).resolve(shape)
+    return type(config).from_json(config.to_json() | keys) if keys else config
+
+
 def random_speculator(family: str = "eagle3", *, seed: int = 1, **options: Any) -> Speculator:
     """An untrained draft whose norms are not ones and whose biases are not zeros."""
-    choices = FAMILIES[family].draft(**{"draft_vocab_size": DRAFT_VOCAB, **options})
-    config = choices.resolve(verifier_shape())
-    vocab = draft_vocab(choices.draft_vocab_size) if (choices.draft_vocab_size or VOCAB) < VOCAB else None
+    config = config_of(family, verifier_shape(), options)
+    vocab = draft_vocab(config.num_draft_ids) if config.num_draft_ids < VOCAB else None
     speculator = Speculator.create(config, verifier_weights(), vocab, seed=seed)
+    randomize(speculator, seed)
+    return speculator
+
+
+def randomize(speculator: Speculator, seed: int, deviation: float = 0.2) -> None:
+    """Add noise to every trained parameter, so that nothing is 0 or 1 by its initialisation."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in speculator.draft.trained_parameters():
-            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
-    return speculator
+            parameter.add_(deviation * torch.randn(parameter.shape, generator=generator))
 
 
 def pack(masks: Sequence[Sequence[int]], *, row: int, num_aux: int = 3, seed: int = 2) -> PackedBatch:

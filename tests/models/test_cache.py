@@ -11,16 +11,23 @@ HEADS, KV_HEADS, SIZE = 4, 2, 8
 
 
 def spelled_out(
-    q_QTD: torch.Tensor, k_NED: torch.Tensor, v_NED: torch.Tensor, start: int, window: int | None
+    q_QTD: torch.Tensor,
+    k_NED: torch.Tensor,
+    v_NED: torch.Tensor,
+    start: int,
+    window: int | None,
+    *,
+    causal: bool = True,
 ) -> torch.Tensor:
-    """One row: each query sees the keys at or before it, at most `window` of them."""
+    """One row: each query sees the keys at or before it, at most `window` of them; if not causal, later ones too."""
     out = torch.zeros_like(q_QTD)
     for head in range(HEADS):
         kv = head // (HEADS // KV_HEADS)
         for place in range(q_QTD.shape[1]):
             position = start + place
             first = 0 if window is None else max(0, position - window + 1)
-            keys, values = k_NED[kv, first : position + 1], v_NED[kv, first : position + 1]
+            last = position + 1 if causal else k_NED.shape[1]
+            keys, values = k_NED[kv, first:last], v_NED[kv, first:last]
             weights = (q_QTD[head, place] @ keys.T / math.sqrt(SIZE)).softmax(-1)
             out[head, place] = weights @ values
     return out
@@ -47,6 +54,33 @@ def test_rows_of_different_lengths_attend_to_themselves_alone(rows: int, width: 
     for row, start in enumerate(starts):
         keys, values = (torch.cat([old, new[row]], 1) for old, new in zip(stored[row], (new_k, new_v), strict=True))
         torch.testing.assert_close(out[row], spelled_out(queries[row], keys, values, start, window))
+
+
+@pytest.mark.parametrize("window", [None, 2, 5])
+@pytest.mark.parametrize("rows", [1, 3, 20])
+def test_what_is_written_together_may_see_itself_but_nothing_stale_behind_it(rows: int, window: int | None) -> None:
+    """Blocks of 4 after rows of different lengths, over what longer writes left there; short windows, grouped rows."""
+    generator = torch.Generator().manual_seed(rows)
+    device, width = torch.device("cpu"), 4
+    cache = SlotCache(1, rows, dtype=torch.float32, device=device)
+    starts = [300 if row == 2 else 3 + row for row in range(rows)]
+    stored = []
+    for row, start in enumerate(starts):
+        keys, values = (torch.randn(1, KV_HEADS, start + 9, SIZE, generator=generator) for _ in range(2))
+        cache.write(0, SlotWrite.at(slice(row, row + 1), [0], start + 9, device), keys, values)
+        stored.append((keys[0, :, :start], values[0, :, :start]))
+    write = SlotWrite.at(slice(0, rows), starts, width, device)
+    new_k, new_v = (torch.randn(rows, KV_HEADS, width, SIZE, generator=generator) for _ in range(2))
+    queries = torch.randn(rows, HEADS, width, SIZE, generator=generator)
+    seen = cache.write(0, write, new_k, new_v)
+    out = attend(write, queries, *seen, 1 / math.sqrt(SIZE), window, causal=False)
+    for row, start in enumerate(starts):
+        keys, values = (torch.cat([old, new[row]], 1) for old, new in zip(stored[row], (new_k, new_v), strict=True))
+        torch.testing.assert_close(out[row], spelled_out(queries[row], keys, values, start, window, causal=False))
+    assert (write.mask(causal=False) is None) is (rows == 1)
+    causal = attend(write, queries, *seen, 1 / math.sqrt(SIZE), window)
+    torch.testing.assert_close(causal[:, :, -1], out[:, :, -1])
+    assert not torch.allclose(causal[:, :, 0], out[:, :, 0])
 
 
 def test_a_rejected_entry_is_overwritten() -> None:

@@ -168,3 +168,12 @@ def test_a_window_belongs_to_sliding_layers_alone() -> None:
         use_sliding_window=True,
     )
     assert [DecoderLayer(config, index).self_attn.window for index in (0, 1)] == [None, 5]
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 6), (2, 3, 6), (5, 6)])
+def test_a_skinny_product_can_be_viewed_like_that_of_any_linear_layer(shape: tuple[int, ...]) -> None:
+    linear = SkinnyLinear(6, 8)
+    with torch.no_grad():
+        out = linear(torch.randn(shape))
+    assert out.is_contiguous()
+    assert out.view(-1, 2).shape == (out.numel() // 2, 2)

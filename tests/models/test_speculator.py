@@ -14,7 +14,7 @@ GOLDEN = Path(__file__).parent.parent / "golden"
 
 
 def test_borrowed_embeddings_are_not_saved_and_come_back(tmp_path: Path) -> None:
-    speculator = random_speculator()
+    speculator = random_speculator("dflash")
     speculator.save_pretrained(tmp_path / "out")
     stored = load_file(tmp_path / "out" / "model.safetensors")
     assert "embed_tokens.weight" not in stored
@@ -30,7 +30,7 @@ def test_borrowed_embeddings_are_not_saved_and_come_back(tmp_path: Path) -> None
 
 
 def test_a_full_vocabulary_head_is_the_verifiers_and_not_saved(tmp_path: Path) -> None:
-    speculator = random_speculator(draft_vocab_size=None)
+    speculator = random_speculator("dflash", draft_vocab_size=None)
     assert speculator.vocab.is_full
     assert torch.equal(speculator.draft.lm_head.weight, verifier_weights().lm_head)
     speculator.save_pretrained(tmp_path / "out")
@@ -41,6 +41,16 @@ def test_a_full_vocabulary_head_is_the_verifiers_and_not_saved(tmp_path: Path) -
         "lm_head.weight",
         "embed_tokens.weight",
     }
+
+
+def test_what_a_reader_would_leave_uninitialised_is_saved_although_it_is_the_verifiers(tmp_path: Path) -> None:
+    """PyPI's `speculators` fills absent embeddings and heads of EAGLE-3 with whatever memory holds."""
+    weights = verifier_weights()
+    speculator = random_speculator("eagle3", draft_vocab_size=None)
+    speculator.save_pretrained(tmp_path / "out", dtype=torch.float32)
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(stored["embed_tokens.weight"], weights.embed_tokens)
+    assert torch.equal(stored["lm_head.weight"], weights.lm_head)
 
 
 def test_own_tensors_of_a_directory_are_kept(tmp_path: Path) -> None:
@@ -95,7 +105,7 @@ def test_a_vocabulary_of_another_size_is_refused() -> None:
 
 
 def test_another_verifiers_weights_are_refused(tmp_path: Path) -> None:
-    random_speculator().save_pretrained(tmp_path / "out")
+    random_speculator("dflash").save_pretrained(tmp_path / "out")
     weights = verifier_weights()
     smaller = type(weights)(weights.embed_tokens[:30], weights.lm_head[:30], weights.final_norm, 1e-6)
     with pytest.raises(SpeculatorsError, match=r"embed_tokens.weight.*\[40, 32\].*\[30, 32\].*org/tiny"):
@@ -119,7 +129,7 @@ def test_an_unknown_family_is_named(tmp_path: Path, value: object) -> None:
     path = tmp_path / "out" / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     path.write_text(json.dumps({**config, "speculators_model_type": value}), encoding="utf-8")
-    with pytest.raises(FormatError, match=r"speculators_model_type is .*; expected one of eagle3"):
+    with pytest.raises(FormatError, match=r"speculators_model_type is .*; expected one of .*eagle3, "):
         Speculator.from_pretrained(tmp_path / "out")
 
 
@@ -135,3 +145,20 @@ def test_vocabulary_maps_between_both_sides() -> None:
     vocab = random_speculator().vocab
     assert (vocab.draft_size, vocab.verifier_size) == (16, VOCAB)
     assert vocab.to_verifier(torch.tensor([0, 1, 15])).tolist() == [3, 5, 33]
+
+
+@pytest.mark.parametrize(
+    ("family", "tables"),
+    [
+        ("eagle3", {"embed_tokens.weight", "lm_head.weight"}),
+        ("dflash2", {"candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook"}),
+        ("dspark", {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight"}),
+        ("medusa", {"lm_heads.0.weight"}),
+        ("mlp_speculator", {"emb.0.weight", "head.0.weight"}),
+    ],
+)
+def test_matrices_with_a_row_a_token_are_known_as_tables(family: str, tables: set[str]) -> None:
+    draft = random_speculator(family, **({"draft_vocab_size": None} if family == "dflash2" else {})).draft
+    found = draft.vocabulary_tables()
+    assert tables <= found
+    assert all(matrix.shape[0] in (16, 40) for name, matrix in draft.named_parameters() if name in found)

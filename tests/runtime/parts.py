@@ -6,9 +6,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 from speculators.formats.verifier_weights import VerifierWeights
 from speculators.formats.vocab import DraftVocab
 from speculators.models import FAMILIES
+from speculators.models.attention_interface import ATTENTION_NAME
 from speculators.models.family import VerifierShape
 from speculators.models.speculator import Speculator
-from speculators.runtime.verifier import ATTENTION_NAME, Verifier
+from speculators.runtime.verifier import Verifier
 
 
 def random_verifier(

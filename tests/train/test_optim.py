@@ -127,7 +127,7 @@ def test_muon_takes_the_matrices_and_adamw_the_rest() -> None:
 
     draft = Draft()
     config = TrainConfig(optimizer="muon", weight_decay=0.1, ns_steps=4)
-    optimizers = build_optimizers(draft.named_parameters(), config)
+    optimizers = build_optimizers(draft.named_parameters(), config, {"embed_tokens.weight", "lm_head.weight"})
     assert optimizers["muon"].param_groups[0]["ns_steps"] == 4
     names = {id(parameter): name for name, parameter in draft.named_parameters()}
     taken = {

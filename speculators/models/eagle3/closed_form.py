@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from speculators.models.draft_model import SampleSource
-from speculators.models.eagle3.model import Eagle3Model
+from speculators.models.eagle3.network import FusedDraftModel
 from speculators.models.losses import Head, VerifierHead
 
 # Of the rows' count; features have unit variance.
@@ -24,7 +24,7 @@ CALIBRATION_ROWS = 512
 
 
 @torch.no_grad()
-def closed_form_start(model: Eagle3Model, samples: SampleSource, verifier_head: VerifierHead, max_rows: int) -> int:
+def closed_form_start(model: FusedDraftModel, samples: SampleSource, verifier_head: VerifierHead, max_rows: int) -> int:
     """Set `fc`, the feature norms, the layers' outputs and the final norm; returns the rows used, 0 where none fit.
 
     `max_rows` positions are read, from the first samples on, whose token t+2 the verifier wrote. A draft of another
@@ -105,7 +105,7 @@ def _inverse_deviation(batches: Iterator[Tensor]) -> Tensor:
     return variance.rsqrt().float()
 
 
-def _calibrated_gain(model: Eagle3Model, scaled: Tensor, states: Tensor, verifier_head: VerifierHead) -> Tensor:
+def _calibrated_gain(model: FusedDraftModel, scaled: Tensor, states: Tensor, verifier_head: VerifierHead) -> Tensor:
     """The verifier's norm gain times the scale of `SCALES` whose KL divergence from the verifier is least."""
     ids_D = model.verifier_ids_D
     teacher = verifier_head if ids_D is None else verifier_head.restricted(ids_D)

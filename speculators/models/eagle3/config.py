@@ -15,14 +15,14 @@ LLAMA_DEFAULT_AUX_LAYERS = 3
 LayerId = Annotated[int, Field(ge=0, le=4096)]
 
 
-class Eagle3Config(DecoderDraftConfig):
-    """EAGLE-3: one or more decoder layers over [embedding ; fused auxiliary states], recycling its own output.
+class FusedDraftConfig(DecoderDraftConfig):
+    """One or more decoder layers over [embedding ; fused auxiliary states]: what EAGLE-3 and its descendants share.
 
-    `norm_before_residual` has no default on purpose: vLLM reads its absence as true, other software as false.
+    `norm_before_residual` has no default on purpose: readers take its absence for true or for false.
+    `embed_requires_grad` says that the embeddings are the draft's own, trained from the verifier's or, where the draft
+    is of another width, from random ones.
     """
 
-    architectures: list[str] = Field(default=["Eagle3DraftModel"], min_length=1)
-    speculators_model_type: Literal["eagle3"] = Field(default="eagle3", description="the speculator's family")
     eagle_aux_hidden_state_layer_ids: list[LayerId] = Field(
         min_length=1, max_length=1024, description="ascending depths of the verifier, which engines else guess"
     )
@@ -47,7 +47,7 @@ class Eagle3Config(DecoderDraftConfig):
                 text = f"transformer_layer_config.{key} is {count}; expected {len(ids)}, the number of layer ids"
                 yield "num-aux-hidden-states", text
         if self.norm_before_fc and self.fc_norm:
-            yield "contradiction", "norm_before_fc and fc_norm are both true; set at most one of them"
+            yield "norms-before-fc", "norm_before_fc and fc_norm are both true; set at most one of them"
 
     def to_json(self) -> dict[str, Any]:
         """Return what `config.json` holds; llama layers get the feature count that vLLM cannot infer otherwise."""
@@ -62,21 +62,34 @@ class Eagle3Config(DecoderDraftConfig):
         """Depths of the verifier whose residual streams feed the draft, ascending."""
         return self.eagle_aux_hidden_state_layer_ids
 
+    @property
+    def num_features(self) -> int:
+        """Width of the auxiliary states side by side, which `fc` reads."""
+        return len(self.aux_layer_ids) * self.verifier_hidden_size
+
+    @property
+    def has_own_width(self) -> bool:
+        """Whether the verifier's embeddings and head do not fit the draft, so that it has both of its own."""
+        return self.transformer_layer_config.hidden_size != self.verifier_hidden_size
+
     def expected_tensors(self) -> dict[str, TensorSpec]:
         """Return name, shape and necessity of every tensor, as vLLM's EAGLE-3 loader names and shapes them.
 
-        `lm_head` and `d2t` are there exactly when the draft vocabulary is reduced (a full-vocabulary head may be
-        shipped, a map may not); embeddings may be left to the verifier when they are its own and as wide as the draft.
+        Embeddings and a full-vocabulary head may be left to the verifier where they are its own. `d2t` is there exactly
+        when the draft vocabulary is reduced.
         """
         layer = self.transformer_layer_config
-        hidden, features = layer.hidden_size, len(self.aux_layer_ids) * self.verifier_hidden_size
-        own_embedding = hidden != self.verifier_hidden_size or self.embed_requires_grad
+        hidden, features = layer.hidden_size, self.num_features
+        own_embedding = self.has_own_width or self.embed_requires_grad
+        vocabulary = self.vocabulary_tensors()
+        head = vocabulary["lm_head.weight"]
         tensors = {
             "embed_tokens.weight": TensorSpec((layer.vocab_size, hidden), required=own_embedding),
             "fc.weight": TensorSpec((hidden, features)),
             "norm.weight": TensorSpec((hidden,)),
             "layers.0.hidden_norm.weight": TensorSpec((hidden,)),
-            **self.vocabulary_tensors(),
+            **vocabulary,
+            "lm_head.weight": head._replace(required=head.required or self.has_own_width),
         }
         if self.norm_before_fc:
             tensors["input_norm.weight"] = TensorSpec((features,))
@@ -86,3 +99,10 @@ class Eagle3Config(DecoderDraftConfig):
         for index in range(layer.num_hidden_layers):
             tensors |= self.layer_tensors(index, attention_input=2 * hidden if index == 0 else None)
         return tensors
+
+
+class Eagle3Config(FusedDraftConfig):
+    """EAGLE-3: drafts one token after another, recycling its own output."""
+
+    architectures: list[str] = Field(default=["Eagle3DraftModel"], min_length=1)
+    speculators_model_type: Literal["eagle3"] = Field(default="eagle3", description="the speculator's family")

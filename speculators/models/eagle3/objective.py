@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from speculators.models.draft_model import Objective, PackedBatch, SampleSource, StepOutput
 from speculators.models.eagle3.closed_form import closed_form_start
 from speculators.models.eagle3.model import Eagle3Model
+from speculators.models.eagle3.network import FusedDraftModel
 from speculators.models.eagle3.unroll import Unroll
 from speculators.models.family import Count
 from speculators.models.losses import Head, TokenLoss, TokenLosses, VerifierHead
+from speculators.models.position_weights import step_decay
 
 
 @dataclass
@@ -73,19 +75,24 @@ def _runs(document_ids: Tensor) -> Tensor:
     return runs.masked_fill(padding, -1)
 
 
-def schedule(supervised_C: Tensor, document_lengths: list[int], ttt_steps: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Per step k: the positions unrolled to it, int64 [R] ascending, and the positions that count at it, bool [C].
-
-    A position counts at k where position c + k of its document is supervised, and is unrolled as far as the last step
-    at which it counts.
-    """
+def counted_positions(supervised_C: Tensor, document_lengths: list[int], steps: int) -> list[Tensor]:
+    """Per step k: the positions that count at it, bool [C]: where position c + k of its document is supervised."""
     lengths = torch.tensor(document_lengths, dtype=torch.int64, device=supervised_C.device)
     end_C = lengths.cumsum(0).repeat_interleave(lengths)
     index_C = torch.arange(len(supervised_C), device=supervised_C.device)
     counted = []
-    for step in range(ttt_steps):
+    for step in range(steps):
         reached = index_C + step < end_C
         counted.append(reached & supervised_C[torch.where(reached, index_C + step, 0)])
+    return counted
+
+
+def schedule(supervised_C: Tensor, document_lengths: list[int], ttt_steps: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Per step k: the positions unrolled to it, int64 [R] ascending, and the positions that count at it, bool [C].
+
+    A position is unrolled as far as the last step at which it counts.
+    """
+    counted = counted_positions(supervised_C, document_lengths, ttt_steps)
     slots, active = [], torch.zeros_like(supervised_C)
     for mask in reversed(counted):
         active = active | mask
@@ -108,13 +115,54 @@ def acceptance_counts(hits: list[Tensor], counted: list[Tensor]) -> Tensor:
     return torch.stack(rows)
 
 
+class Distillation:
+    """Compares draft states with the verifier's distributions; keeps its head over the draft vocabulary."""
+
+    def __init__(self) -> None:
+        self._known: tuple[VerifierHead, Tensor, Head] | None = None
+
+    def compare(
+        self,
+        loss: TokenLoss,
+        draft: FusedDraftModel,
+        batch: AlignedBatch,
+        verifier_head: VerifierHead,
+        hidden_NH: Tensor,
+        places_N: Tensor,
+    ) -> TokenLosses:
+        """Losses of draft states, which `lm_head` reads, against the verifier's at supervised context positions [N]."""
+        rank_C = batch.supervised_C.cumsum(0) - 1
+        teacher_MH = verifier_head.norm(batch.last_hidden_states_CH[batch.supervised_C].to(hidden_NH.dtype))
+        own = draft.lm_head.weight
+        head = self._over_draft_vocabulary(draft, own, verifier_head)
+        return loss(hidden_NH, Head(own), teacher_MH, head, rank_C[places_N])
+
+    def _over_draft_vocabulary(self, draft: FusedDraftModel, own: Tensor, verifier_head: VerifierHead) -> Head:
+        """The verifier's head over the draft vocabulary; the draft's own frozen rows where they are the same."""
+        if self._known is not None and self._known[0] is verifier_head and self._known[1] is own:
+            return self._known[2]
+        ids_D = draft.verifier_ids_D
+        head = verifier_head.head if ids_D is None else verifier_head.restricted(ids_D).head
+        if not own.requires_grad and torch.equal(head.weight.to(own.dtype), own):
+            head = replace(head, weight=own.detach())
+        self._known = verifier_head, own, head
+        return head
+
+
+def nothing_to_learn(draft: FusedDraftModel, steps: int) -> StepOutput:
+    """A zero that can be differentiated, and empty counts."""
+    zero = torch.stack([parameter.sum() for parameter in draft.trained_parameters()]).sum() * 0.0
+    return StepOutput(zero, named_counts([0.0] * (steps + 1), [[0, 0, 0]] * steps))
+
+
 class Eagle3Objective(BaseModel, Objective):
     """The knobs of training an EAGLE-3 draft, and its training step.
 
     `ttt_steps` steps are unrolled; step k weighs `step_decay ** k`. `loss` weighs the terms of `losses.TERMS`.
     `chunk_rows` bounds how many verifier rows have logits at a time. `windows_from_start` is for drafts with attention
     windows (see `Unroll`): servers count windows from the query, so leave it false to train what is served.
-    `closed_form_rows` positions are regressed on before the first step (see `closed_form`; 0: start at random).
+    `closed_form_rows` positions are regressed on before the first step (see `closed_form`; 0: start at random). With
+    `mean_per_step`, a step's losses are averaged over the positions that count at it, not over those of step 0.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -125,8 +173,9 @@ class Eagle3Objective(BaseModel, Objective):
     chunk_rows: int = Field(default=128, ge=1)
     closed_form_rows: int = Field(default=32_768, ge=0)
     windows_from_start: bool = False
+    mean_per_step: bool = False
 
-    _restricted: list[tuple[VerifierHead, Tensor, Head]] = PrivateAttr(default_factory=list)
+    _distillation: Distillation = PrivateAttr(default_factory=Distillation)
 
     @field_validator("loss")
     @classmethod
@@ -151,8 +200,7 @@ class Eagle3Objective(BaseModel, Objective):
         """
         model = cast(Eagle3Model, getattr(draft, "module", draft))
         if not batch.document_lengths:
-            zero = torch.stack([parameter.sum() for parameter in model.trained_parameters()]).sum() * 0.0
-            return StepOutput(zero, _named_counts([0.0] * (self.ttt_steps + 1), [[0, 0, 0]] * self.ttt_steps))
+            return nothing_to_learn(model, self.ttt_steps)
         slots, counted = schedule(batch.supervised_C, batch.document_lengths, self.ttt_steps)
         states = draft(
             Unroll(
@@ -167,11 +215,13 @@ class Eagle3Objective(BaseModel, Objective):
         losses = self._token_losses(model, batch, verifier_head, states, slots, counted)
         sizes = [int(mask.sum()) for mask in counted]
         totals = torch.stack([part.sum() for part in torch.split(losses.loss, sizes)])
-        decay = self.step_decay ** torch.arange(self.ttt_steps, device=totals.device)
+        decay = step_decay(self.ttt_steps, self.step_decay).to(totals.device)
+        if self.mean_per_step:
+            decay = decay * sizes[0] / torch.tensor(sizes, device=totals.device).clamp(min=1)
         loss = (decay * totals).sum()
         hits = torch.split(losses.draft_argmax == losses.verifier_argmax, sizes)
         sums = torch.cat((loss.detach()[None], totals.detach())).tolist()
-        return StepOutput(loss / sizes[0], _named_counts(sums, acceptance_counts(list(hits), counted).tolist(), sizes))
+        return StepOutput(loss / sizes[0], named_counts(sums, acceptance_counts(list(hits), counted).tolist(), sizes))
 
     def acceptance_length(self, metrics: dict[str, Count]) -> float:
         """1 + the shares of positions that were right at steps 0..k, summed over k: greedy drafting with K = steps."""
@@ -188,28 +238,17 @@ class Eagle3Objective(BaseModel, Objective):
     ) -> TokenLosses:
         chosen = [mask[slot] for mask, slot in zip(counted, slots, strict=True)]
         hidden_NH = torch.cat([state[rows] for state, rows in zip(states, chosen, strict=True)])
-        rank_C = batch.supervised_C.cumsum(0) - 1
-        rows_N = torch.cat([rank_C[slot[rows] + k] for k, (slot, rows) in enumerate(zip(slots, chosen, strict=True))])
-        teacher_MH = verifier_head.norm(batch.last_hidden_states_CH[batch.supervised_C].to(hidden_NH.dtype))
-        draft_head = Head(model.lm_head.weight)
-        teacher_head = self._teacher_head(model, verifier_head)
-        return TokenLoss(self.loss, self.chunk_rows)(hidden_NH, draft_head, teacher_MH, teacher_head, rows_N)
-
-    def _teacher_head(self, model: Eagle3Model, verifier_head: VerifierHead) -> Head:
-        """The verifier's head over the draft vocabulary; the draft's own rows where they are the same numbers."""
-        own = model.lm_head.weight
-        for known, weight, head in self._restricted:
-            if known is verifier_head and weight is own:
-                return head
-        ids_D = model.verifier_ids_D
-        head = verifier_head.head if ids_D is None else verifier_head.restricted(ids_D).head
-        if torch.equal(head.weight.to(own.dtype), own):
-            head = replace(head, weight=own.detach())
-        self._restricted[:] = [(verifier_head, own, head)]
-        return head
+        places_N = torch.cat([slot[rows] + k for k, (slot, rows) in enumerate(zip(slots, chosen, strict=True))])
+        loss = TokenLoss(self.loss, self.chunk_rows)
+        return self._distillation.compare(loss, model, batch, verifier_head, hidden_NH, places_N)
 
 
-def _named_counts(sums: list[float], counts: list[list[int]], sizes: list[int] | None = None) -> dict[str, Count]:
+def named_counts(sums: list[float], counts: list[list[int]], sizes: list[int] | None = None) -> dict[str, Count]:
+    """`loss` and, per step, `loss_k`, `full_acc_k` and `cond_acc_k`.
+
+    `sums` are the loss and those of each step, `sizes` how many positions count at a step, `counts` those of
+    `acceptance_counts`.
+    """
     sizes = sizes or [0] * len(counts)
     named = {"loss": Count(sums[0], sizes[0])}
     for step, (right, known, reached) in enumerate(counts):

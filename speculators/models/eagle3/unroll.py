@@ -18,7 +18,7 @@ from speculators.models.attention import packed_attention, plan_blocks
 from speculators.models.layers import DecoderLayer
 
 if TYPE_CHECKING:
-    from speculators.models.eagle3.model import Eagle3FirstLayer, Eagle3Model
+    from speculators.models.eagle3.network import Eagle3FirstLayer, FusedDraftModel
 
 Rotation = tuple[Tensor, Tensor]
 
@@ -47,7 +47,8 @@ class TokenPart:
     """What tokens contribute to the first layer's queries, keys and values, computed once for all steps.
 
     That layer's input is [embedding ; state], so each projection is a sum of two, the first of which depends on the
-    token alone. Frozen embeddings need no gradient: with the norm's gain folded into the weight, its product is spared.
+    token alone. The norm's gain is folded into the weight: where the embeddings are frozen, no product with the weight
+    is needed for a gradient by them; where they are trained, autograd takes it through the normed embeddings.
     """
 
     def __init__(self, layer: Eagle3FirstLayer, embeds_CH: Tensor) -> None:
@@ -70,7 +71,7 @@ class TokenPart:
 class Trunk:
     """The layers over one packed batch; keeps the keys and values that later steps attend to."""
 
-    def __init__(self, model: Eagle3Model, inputs: Unroll) -> None:
+    def __init__(self, model: FusedDraftModel, inputs: Unroll) -> None:
         self.model, self.inputs, self.layers = model, inputs, model.blocks()
         self.end = int(inputs.positions_C.max()) + len(inputs.slots)
         self.tokens = TokenPart(model.first_layer, model.embed(inputs.token_ids_C))

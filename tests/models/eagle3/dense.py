@@ -73,6 +73,26 @@ class DenseDraft:
                 out[t, head] = scores.softmax(0) @ torch.stack([value[head // repeat] for value in values])
         return out
 
+    def decode(
+        self, index: int, embeds: Tensor, hidden: Tensor, positions: Tensor, memory: list[tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        """One layer over all positions [T]; adds this step's keys and values to what it attends to."""
+        name, attention = f"layers.{index}", f"layers.{index}.self_attn"
+        if index == 0:
+            state = self.norm(f"{name}.hidden_norm", hidden)
+            residual = state if self.config.norm_before_residual else hidden
+            state = torch.cat((self.norm(f"{name}.input_layernorm", embeds), state), -1)
+        else:
+            residual, state = hidden, self.norm(f"{name}.input_layernorm", hidden)
+        q = self.heads(f"{attention}.q_proj", state, f"{attention}.q_norm", positions)
+        k = self.heads(f"{attention}.k_proj", state, f"{attention}.k_norm", positions)
+        memory.append((k, self.heads(f"{attention}.v_proj", state, None, None)))
+        attended = self.attend(index, q, memory, len(positions)).flatten(1)
+        hidden = residual + self.linear(f"{attention}.o_proj", attended)
+        state = self.norm(f"{name}.post_attention_layernorm", hidden)
+        gated = F.silu(self.linear(f"{name}.mlp.gate_proj", state)) * self.linear(f"{name}.mlp.up_proj", state)
+        return hidden + self.linear(f"{name}.mlp.down_proj", gated)
+
     def unroll(self, aux: Tensor, tokens: Tensor, steps: int) -> list[Tensor]:
         """Logits [T, D] of every step; row t of step k is only meaningful where tokens[t + 1 + k] exists."""
         length = len(tokens) - 1
@@ -83,22 +103,7 @@ class DenseDraft:
             embeds = self.tensors["embed_tokens.weight"][shifted]
             positions = torch.arange(length) + step
             for index in range(self.layer.num_hidden_layers):
-                name = f"layers.{index}"
-                if index == 0:
-                    state = self.norm(f"{name}.hidden_norm", hidden)
-                    residual = state if self.config.norm_before_residual else hidden
-                    state = torch.cat((self.norm(f"{name}.input_layernorm", embeds), state), -1)
-                else:
-                    residual, state = hidden, self.norm(f"{name}.input_layernorm", hidden)
-                attention = f"{name}.self_attn"
-                q = self.heads(f"{attention}.q_proj", state, f"{attention}.q_norm", positions)
-                k = self.heads(f"{attention}.k_proj", state, f"{attention}.k_norm", positions)
-                memory[index].append((k, self.heads(f"{attention}.v_proj", state, None, None)))
-                attended = self.attend(index, q, memory[index], length).flatten(1)
-                hidden = residual + self.linear(f"{attention}.o_proj", attended)
-                state = self.norm(f"{name}.post_attention_layernorm", hidden)
-                gated = F.silu(self.linear(f"{name}.mlp.gate_proj", state)) * self.linear(f"{name}.mlp.up_proj", state)
-                hidden = hidden + self.linear(f"{name}.mlp.down_proj", gated)
+                hidden = self.decode(index, embeds, hidden, positions, memory[index])
             normed = self.norm("norm", hidden)
             logits.append(self.linear("lm_head", normed))
             hidden = normed if self.config.norm_output else hidden

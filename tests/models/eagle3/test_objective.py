@@ -4,10 +4,11 @@ from pydantic import ValidationError
 
 from speculators.errors import UsageError
 from speculators.models.draft_model import PackedBatch
+from speculators.models.eagle3.draft import Eagle3Draft
 from speculators.models.eagle3.objective import Eagle3Objective, acceptance_counts, align, schedule
 from speculators.models.family import Count
 from speculators.models.losses import VerifierHead
-from tests.models.drafts import document_of, gradients, pack, random_speculator, verifier_weights
+from tests.models.drafts import document_of, gradients, pack, random_speculator, verifier_shape, verifier_weights
 from tests.models.eagle3.dense import dense_loss
 
 HEAD = VerifierHead.from_weights(verifier_weights())
@@ -21,6 +22,11 @@ MASKS = [
     [1, 1],
 ]
 
+MIXED = Eagle3Draft(num_layers=2, layer_type="qwen3").decoder(verifier_shape()).to_json() | {
+    "layer_types": ["full_attention", "sliding_attention"],
+    "sliding_window": 2,
+    "use_sliding_window": True,
+}
 VARIANTS = {
     "plain": {},
     "qwen3": {"layer_type": "qwen3"},
@@ -34,6 +40,10 @@ VARIANTS = {
     "prenorm_recycled": {"norm_output": False},
     "full_vocabulary": {"draft_vocab_size": None},
     "two_features": {"aux_layer_ids": [0, 8]},
+    "one_window_of_two_layers": {"num_layers": 2, "config": {"transformer_layer_config": MIXED}},
+    "trained_embeddings": {"embed_requires_grad": True},
+    "narrower": {"hidden_size": 16, "norm_output": False},
+    "narrower_full_vocabulary": {"hidden_size": 16, "draft_vocab_size": None, "num_layers": 2},
 }
 
 
@@ -66,6 +76,7 @@ def test_counts_of_the_loss_are_those_of_the_supervised_labels() -> None:
 
 @pytest.mark.parametrize("supervised", range(8))
 def test_a_single_supervised_token_is_predicted_from_the_right_places(supervised: int) -> None:
+    """Pitfalls row 14: ids, teacher and mask are shifted together, wherever the one token stands."""
     mask = [int(index == supervised) for index in range(8)]
     aligned = align(pack([[0, 0, 1], mask], row=16))
     tokens_before = 2  # of the first document, positions up to its last supervised prediction: one
@@ -90,6 +101,7 @@ def test_step_inputs_are_the_tokens_and_states_that_serving_has() -> None:
 
 
 def test_one_supervised_token_gives_one_row_of_gradient_a_step() -> None:
+    """Pitfalls row 14."""
     speculator = random_speculator()
     mask = [0, 0, 0, 0, 0, 1, 0, 0]
     states: list[torch.Tensor] = []
@@ -114,6 +126,7 @@ def test_one_supervised_token_gives_one_row_of_gradient_a_step() -> None:
 
 @pytest.mark.parametrize("ttt_steps", [1, 2, 3])
 def test_packed_documents_are_as_if_alone(ttt_steps: int) -> None:
+    """Pitfalls row 17; the second document of MASKS starts supervised."""
     speculator, objective = random_speculator(num_layers=2), Eagle3Objective(ttt_steps=ttt_steps)
     batch = pack(MASKS, row=16)
     together = objective.step(speculator.draft, batch, HEAD)
@@ -131,6 +144,17 @@ def test_packed_documents_are_as_if_alone(ttt_steps: int) -> None:
         assert count.sum == pytest.approx(sum(part.sum for part in alone), rel=1e-5)
 
 
+@pytest.mark.parametrize("ttt_steps", [1, 2, 3])
+def test_another_document_has_no_gradient(ttt_steps: int) -> None:
+    """Pitfalls row 17: what one document learns does not depend on the states of its neighbours."""
+    batch = pack([[0] * 5, [1] * 6, [0] * 5], row=16)
+    batch.aux_hidden_states.requires_grad_()
+    Eagle3Objective(ttt_steps=ttt_steps).step(random_speculator().draft, batch, HEAD).loss.backward()
+    touched = batch.aux_hidden_states.grad[0].abs().sum(-1) > 0
+    # The last two positions of a document predict nothing in it.
+    assert touched.tolist() == [False] * 5 + [True] * 4 + [False] * 7
+
+
 def test_equal_ids_of_neighbouring_rows_are_different_documents() -> None:
     batch = pack([[0, 0, 1, 1], [0, 0, 1, 1]], row=4)
     batch.document_ids[:] = 0
@@ -139,6 +163,7 @@ def test_equal_ids_of_neighbouring_rows_are_different_documents() -> None:
 
 @pytest.mark.parametrize("num_layers", [1, 2, 5])
 def test_everything_stays_finite_with_padding_and_unsupervised_documents(num_layers: int) -> None:
+    """Pitfalls row 23."""
     speculator = random_speculator(num_layers=num_layers)
     output = Eagle3Objective().step(speculator.draft, pack([*MASKS, [0] * 9], row=32), HEAD)
     output.loss.backward()
@@ -157,6 +182,7 @@ def test_a_batch_with_nothing_to_learn_is_a_zero_that_can_be_differentiated(mask
 
 
 def test_acceptance_counts_by_hand() -> None:
+    """Pitfalls row 28: acceptance is that of prefixes, and a position that is not scored is no mismatch."""
     counted = [torch.tensor([1, 1, 1, 0, 1], dtype=torch.bool), torch.tensor([1, 1, 0, 1, 1], dtype=torch.bool)]
     hits = [torch.tensor([True, False, True, True]), torch.tensor([True, True, True, False])]
     # Step 0: 3 of 4 right. Step 1: positions 0, 1, 4 count at both; 0 is right at both; 0 and 4 were right before.

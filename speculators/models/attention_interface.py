@@ -1,0 +1,120 @@
+"""Attention of transformers' own layers over a slot cache, or over documents packed into one row.
+
+A layer whose config says `_attn_implementation = ATTENTION_NAME` calls `attention` below. Where its keys lie is said by
+`slot_write` (or by `writing` around a whole model), where its documents lie by `documents`; with neither, the mask that
+transformers made decides. Dropout is never applied. Shape suffixes as in `cache`.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface
+
+from speculators.models.cache import SlotCache, SlotWrite, attend, slot_attention
+from speculators.models.masks import PackedMask
+
+ATTENTION_NAME = "speculators_slots"
+_WRITE: contextvars.ContextVar[SlotWrite | None] = contextvars.ContextVar("slot_write", default=None)
+
+
+@contextmanager
+def writing(write: SlotWrite) -> Iterator[None]:
+    """Let every attention layer that runs inside look at the keys of one slot write."""
+    token = _WRITE.set(write)
+    try:
+        yield
+    finally:
+        _WRITE.reset(token)
+
+
+class SlotKeyValues:
+    """What transformers' layers see as their cache during one forward pass."""
+
+    is_compileable = False
+
+    def __init__(self, cache: SlotCache, write: SlotWrite) -> None:
+        self._cache, self._write = cache, write
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Store what a layer computed and return all that its rows may attend to."""
+        return self._cache.write(layer_idx, self._write, keys, values)
+
+    def get_seq_length(self, *_: Any) -> int:
+        """Positions held before this pass."""
+        return self._write.end - self._write.width
+
+
+def attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """Attend under transformers' interface: query [B, Q, T, D], key and value [B, N, E, D] -> [B, T, Q, D]."""
+    scale = options.get("scaling")
+    scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
+    window, softcap, sinks = options.get("sliding_window"), options.get("softcap"), options.get("s_aux")
+    plain = softcap is None and sinks is None
+    documents: Sequence[int] | None = options.get("documents")
+    write: SlotWrite | None = options.get("slot_write") or _WRITE.get()
+    if documents is not None and plain:
+        return _attend_documents(query, key, value, documents, window, scale).transpose(1, 2), None
+    if write is not None and plain:
+        return attend(write, query, key, value, scale, window).transpose(1, 2).contiguous(), None
+    mask: Tensor | None
+    if documents is not None:
+        numbers = torch.arange(len(documents), device=query.device)
+        lengths = torch.tensor(documents, device=query.device)
+        mask = PackedMask(window).dense(numbers.repeat_interleave(lengths)[None])[:, None]
+    elif write is not None:
+        mask = write.mask(window)
+    elif attention_mask is not None:
+        mask = attention_mask
+    else:
+        width, end = query.shape[2], key.shape[2]
+        mask = torch.ones(width, end, dtype=torch.bool, device=query.device).tril(end - width)[None, None]
+    if plain:
+        out = slot_attention(query, key, value, mask, scale)
+    else:
+        out = _attention_spelled_out(query, key, value, mask, scale, softcap, sinks)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _attend_documents(
+    q_BQTD: Tensor, k_BNTD: Tensor, v_BNTD: Tensor, documents: Sequence[int], window: int | None, scale: float
+) -> Tensor:
+    """Causal attention inside each document; a mask over the whole row would hold the square of its length."""
+    parts = []
+    groups = q_BQTD.shape[1] // k_BNTD.shape[1]
+    for q, k, v in zip(*(tensor.split(list(documents), 2) for tensor in (q_BQTD, k_BNTD, v_BNTD)), strict=True):
+        keys, values = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        index = torch.arange(q.shape[2], device=q.device)
+        mask = None if window is None else PackedMask(window).in_document(index[:, None], index)
+        parts.append(
+            F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale)
+        )
+    return torch.cat(parts, 2)
+
+
+def _attention_spelled_out(
+    q_BQTD: Tensor, k_BNED: Tensor, v_BNED: Tensor, mask: Tensor | None, scale: float, softcap: Any, sinks: Any
+) -> Tensor:
+    groups = q_BQTD.shape[1] // k_BNED.shape[1]
+    keys, values = k_BNED.repeat_interleave(groups, 1), v_BNED.repeat_interleave(groups, 1)
+    scores = q_BQTD @ keys.transpose(2, 3) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    if sinks is None:
+        return scores.softmax(-1, dtype=torch.float32).to(values.dtype) @ values
+    sink = sinks.reshape(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1).to(scores.dtype)
+    weights = torch.cat([scores, sink], -1).softmax(-1, dtype=torch.float32)[..., :-1]
+    return weights.to(values.dtype) @ values
+
+
+AttentionInterface.register(ATTENTION_NAME, attention)

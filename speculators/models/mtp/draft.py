@@ -1,0 +1,62 @@
+"""What a user chooses about an MTP draft, and how the verifier completes it (free of torch)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from speculators.errors import UsageError
+from speculators.formats.config import MAX_SPECULATIVE_TOKENS
+from speculators.formats.faults import refused_as_format_error
+from speculators.models.decoder_choices import speculators_block
+from speculators.models.family import VerifierShape
+from speculators.models.mtp.config import MtpConfig
+from speculators.models.mtp.layer_config import MtpLayerConfig
+from speculators.models.mtp.styles import STYLES
+
+# What a shape that was put together by hand says about a dense layer.
+_SHAPE_KEYS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+    "rope_parameters",
+    "rms_norm_eps",
+    "initializer_range",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
+
+
+class MtpDraft(BaseModel):
+    """An MTP draft is a layer of its verifier's kind, so that only the number of drafted tokens is left to choose."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    num_speculative_tokens: int = Field(default=3, gt=0, le=MAX_SPECULATIVE_TOKENS)
+
+    def resolve(self, verifier: VerifierShape) -> MtpConfig:
+        """Complete the choice with the verifier's configuration.
+
+        Raises UsageError for a verifier whose layers no MTP block is known for, FormatError where its configuration
+        lacks what the block needs.
+        """
+        if verifier.model_type not in STYLES:
+            raise UsageError(
+                f"verifier {verifier.name_or_path!r} is of type {verifier.model_type!r}; MTP blocks are known for "
+                f"{', '.join(STYLES)}: choose another family of drafts"
+            )
+        layer: Mapping[str, Any] = verifier.raw or {key: getattr(verifier, key) for key in _SHAPE_KEYS}
+        with refused_as_format_error(f"an MTP block for {verifier.name_or_path}"):
+            return MtpConfig(
+                speculators_config=speculators_block("mtp", self.num_speculative_tokens, verifier),
+                transformer_layer_config=MtpLayerConfig.model_validate({**layer, "model_type": verifier.model_type}),
+                dtype="bfloat16",
+            )

@@ -1,0 +1,129 @@
+"""The training pass of a P-EAGLE draft: all depths of all anchors at once, over packed documents.
+
+Depth 0 are the context positions themselves. An element of depth d >= 1 at anchor a sees the depth-0 keys of its
+document up to a, and the keys of the depths 1..d at the same anchor: what it will see in serving, where these are the
+slots a+1..a+d. Shape suffixes: C context positions, R elements of one depth, M those of the depths >= 1, E = C + M,
+Q query heads, N key heads, D head size, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from speculators.models.attention import Block, packed_attention, plan_blocks
+from speculators.models.layers import DecoderLayer
+
+if TYPE_CHECKING:
+    from speculators.models.peagle.model import PEagleModel
+
+# Residual [E, H], and queries, keys and values [E, heads * D] before their norms and rotation.
+Projections = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+@dataclass
+class Depths:
+    """Training inputs, aligned and free of padding: documents one after another, `document_lengths` positions each.
+
+    Context position c holds `features_CX` of some token, the id of the token after it in `token_ids_C` (int64) and its
+    rotary position in `positions_C` (int64). `anchors[d]` (int64 [R], ascending) are the context positions with an
+    element of depth d; `anchors[d]` must be a subset of `anchors[d-1]`.
+    """
+
+    features_CX: Tensor
+    token_ids_C: Tensor
+    positions_C: Tensor
+    document_lengths: Sequence[int]
+    anchors: Sequence[Tensor]
+
+
+class ParallelTrunk:
+    """The layers over one packed batch."""
+
+    def __init__(self, model: PEagleModel, inputs: Depths) -> None:
+        self.model, self.inputs = model, inputs
+        self.context = torch.arange(len(inputs.positions_C), device=inputs.positions_C.device)
+        self.deeper = inputs.anchors[1:]
+        self.sizes = [len(self.context), *map(len, self.deeper)]
+        # Where the anchors of a depth lie among those of the depth before.
+        self.kept = [torch.searchsorted(before, after) for before, after in pairwise(self.deeper)]
+        positions = [inputs.positions_C[anchors] + depth for depth, anchors in enumerate(self.deeper, 1)]
+        self.positions_E = torch.cat((inputs.positions_C, *positions))
+        self.end = int(self.positions_E.max()) + 1
+        self._blocks: dict[tuple[int, int, int | None], list[Block]] = {}
+
+    def run(self) -> list[Tensor]:
+        """The last layer's output [R, H] at the anchors of each depth."""
+        *earlier, last = self.model.blocks()
+        inputs = self._first()
+        for layer, following in pairwise([*earlier, last]):
+            inputs = _entered(following, self._layer(layer, *inputs, self.context))
+        hidden = self._layer(last, *inputs, self.inputs.anchors[0])
+        return list(hidden.split([len(anchors) for anchors in self.inputs.anchors]))
+
+    def _first(self) -> Projections:
+        """What enters the first layer; before rotation all elements of depth >= 1 are alike there."""
+        model, inputs = self.model, self.inputs
+        embeds_CH, hidden_CH = model.embed(inputs.token_ids_C), model.combine(inputs.features_CX)
+        of_context, residual_CH = model.first_layer.join(embeds_CH, hidden_CH)
+        of_mask, residual_1H = model.first_layer.join(*model.mask_slot())
+        mine = (residual_CH, *_projected(model.first_layer, of_context))
+        theirs = (residual_1H, *_projected(model.first_layer, of_mask))
+        count = sum(self.sizes[1:])
+        residual, query, key, value = (
+            torch.cat((one, other.expand(count, -1))) for one, other in zip(mine, theirs, strict=True)
+        )
+        return residual, query, key, value
+
+    def _layer(
+        self, layer: DecoderLayer, residual: Tensor, query: Tensor, key: Tensor, value: Tensor, slots: Tensor
+    ) -> Tensor:
+        """A layer's output at the context positions `slots` (int64) and at all elements of depth >= 1, in order."""
+        attention = layer.self_attn
+        cos, sin = self.model.rotary.at(self.positions_E, self.end, residual.dtype)
+        keys, values = attention.as_key(key, cos, sin), attention.as_heads(value)
+        if len(slots) < len(self.context):
+            rows = torch.cat((slots, torch.arange(len(self.context), len(query), device=slots.device)))
+            residual, query, cos, sin = (part.index_select(0, rows) for part in (residual, query, cos, sin))
+        attended = self._attend(layer, attention.as_query(query, cos, sin), keys, values, slots)
+        return layer.finish(residual, attended)
+
+    def _attend(self, layer: DecoderLayer, q_RQD: Tensor, k_END: Tensor, v_END: Tensor, slots: Tensor) -> Tensor:
+        """Attended heads [R, Q, D] of the queries, depth by depth."""
+        scale, window = layer.self_attn.scale, layer.self_attn.window
+        queries = q_RQD.split([len(slots), *self.sizes[1:]])
+        (k_CND, *keys), (v_CND, *values) = k_END.split(self.sizes), v_END.split(self.sizes)
+        own: list[tuple[Tensor, Tensor]] = []
+        attended = [packed_attention(queries[0], k_CND, v_CND, [], self._plan(slots, 0, window), scale)]
+        for depth, anchors in enumerate(self.deeper, 1):
+            if depth > 1:
+                kept = self.kept[depth - 2]
+                own = [(key.index_select(0, kept), value.index_select(0, kept)) for key, value in own]
+            own.append((keys[depth - 1], values[depth - 1]))
+            # A window ends at the element's own position, depth places behind its anchor.
+            seen = own if window is None else own[max(depth - window, 0) :]
+            blocks = self._plan(anchors, depth, window)
+            attended.append(packed_attention(queries[depth], k_CND, v_CND, seen, blocks, scale))
+        return torch.cat(attended)
+
+    def _plan(self, slots: Tensor, depth: int, window: int | None) -> list[Block]:
+        key = (len(slots), depth, window)
+        if key not in self._blocks:
+            reach = None if window is None else window - depth
+            self._blocks[key] = plan_blocks(slots, self.inputs.document_lengths, reach)
+        return self._blocks[key]
+
+
+def _entered(layer: DecoderLayer, hidden: Tensor) -> Projections:
+    inputs, residual = layer.prepare(hidden)
+    return residual, *_projected(layer, inputs)
+
+
+def _projected(layer: DecoderLayer, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    attention = layer.self_attn
+    return attention.q_proj(inputs), attention.k_proj(inputs), attention.v_proj(inputs)
