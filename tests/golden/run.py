@@ -1,62 +1,76 @@
 """Compute what a golden case asks for: ``python tests/golden/run.py FOLDER --inputs FILE --case KEY --json OUT``.
 
-FOLDER is a speculator directory with its verifier beside it in ``verifier/``; KEY is a key of golden.json, the folder's
-name and its loss settings. OUT gets ``{"loss": ..., "grad_norms": {parameter: L2 norm}}``.
+FOLDER is a speculator directory with its verifier beside it in ``verifier/``. KEY is ``"<folder>|<settings as JSON>"``
+(see ``settings.py``); the family is what the folder's config.json says, whatever the folder's name. OUT gets
+``{"loss": ..., "grad_norms": {parameter: L2 norm}, "metrics": {name: [sum, count]}}``. Conventions are in README.md.
 """
 
 import argparse
 import json
+import sys
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from speculators.errors import DataError, SpeculatorsError, UsageError
 from speculators.formats.verifier_weights import load_verifier_weights
-from speculators.models.eagle3.objective import AlignedBatch, Eagle3Objective
 from speculators.models.losses import VerifierHead
 from speculators.models.speculator import Speculator
 
-
-def aligned(inputs: dict[str, Tensor]) -> AlignedBatch:
-    """The inputs are one document, already aligned for step 0: index c of every tensor belongs to one prediction."""
-    return AlignedBatch(
-        features_CX=inputs["hidden_states"][0].float(),
-        token_ids_C=inputs["input_ids"][0],
-        positions_C=inputs["position_ids"][0],
-        last_hidden_states_CH=inputs["verifier_last_hidden_states"][0].float(),
-        supervised_C=inputs["loss_mask"][0].bool(),
-        document_lengths=[inputs["input_ids"].shape[1]],
-    )
+# The module `cases_<name>` beside this file that knows a family's training step.
+CASES = {"eagle3": "eagle3", "dflash": "dflash", "dflash2": "dflash", "dspark": "dspark", "mtp": "mtp"}
+INPUTS = ("input_ids", "hidden_states", "verifier_last_hidden_states", "document_ids", "position_ids", "loss_mask")
 
 
-def compute(folder: Path, inputs: Path, case: str) -> dict[str, object]:
-    """Loss and gradient norms of one case in float32."""
-    settings = json.loads(case.partition("|")[2])
+def part(name: str) -> Any:
+    """A module beside this file, also where this file runs as a script from any folder."""
+    root = str(Path(__file__).resolve().parents[2])
+    if root not in sys.path:
+        sys.path.insert(0, root)
+    return import_module(f"tests.golden.{name}")
+
+
+def read_inputs(path: Path) -> dict[str, Tensor]:
+    """The tensors of one row, [1, T, ...] each; DataError names the one that is missing."""
+    inputs = load_file(path)
+    missing = [name for name in INPUTS if name not in inputs]
+    if missing:
+        raise DataError(f"{path}: {', '.join(missing)} missing; expected {', '.join(INPUTS)}")
+    return inputs
+
+
+def compute(folder: Path, inputs: Path, case: str) -> dict[str, Any]:
+    """Loss, gradient norms and counts of one case in float32."""
     weights = load_verifier_weights(folder.parent / "verifier")
     speculator = Speculator.from_pretrained(folder, dtype=torch.float32).attach_verifier(weights)
-    objective = Eagle3Objective(
-        ttt_steps=settings["ttt_steps"],
-        step_decay=settings["ttt_step_loss_decay"],
-        loss={settings["loss_fn"]: 1.0},
-        windows_from_start=True,
-    )
+    family = speculator.config.speculators_model_type
+    if family not in CASES:
+        raise UsageError(f"{folder} is a {family}; golden cases are there for {', '.join(CASES)}")
+    settings = part("settings").read_case(case, family)
     head = VerifierHead.from_weights(weights).to("cpu", torch.float32)
-    output = objective.aligned_step(speculator.draft, aligned(load_file(inputs)), head)
+    output = part(f"cases_{CASES[family]}").compute(speculator, head, read_inputs(inputs), settings)
     output.loss.backward()
     parameters = speculator.draft.named_parameters()
     norms = {name: parameter.grad.norm().item() for name, parameter in parameters if parameter.grad is not None}
-    return {"loss": output.loss.item(), "grad_norms": norms, "metrics": {k: list(v) for k, v in output.metrics.items()}}
+    metrics = {name: list(count) for name, count in output.metrics.items()}
+    return {"loss": output.loss.item(), "grad_norms": norms, "metrics": metrics}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--inputs", type=Path, required=True)
-    parser.add_argument("--case", required=True)
-    parser.add_argument("--json", type=Path, required=True)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="a speculator directory beside its verifier/")
+    parser.add_argument("--inputs", type=Path, required=True, help="safetensors with one row")
+    parser.add_argument("--case", required=True, help="<folder>|<settings as JSON>")
+    parser.add_argument("--json", type=Path, required=True, help="where the numbers go")
     arguments = parser.parse_args()
-    found = compute(arguments.folder, arguments.inputs, arguments.case)
+    try:
+        found = compute(arguments.folder.resolve(), arguments.inputs, arguments.case)
+    except (SpeculatorsError, OSError) as error:
+        sys.exit(f"error: {error}")
     arguments.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
 

@@ -1,0 +1,36 @@
+"""Golden cases of EAGLE-3: the inputs are aligned for step 0 already, so no shift is made here."""
+
+from typing import Any
+
+from torch import Tensor
+
+from speculators.models.draft_model import StepOutput
+from speculators.models.eagle3.objective import AlignedBatch, Eagle3Objective
+from speculators.models.losses import VerifierHead
+from speculators.models.speculator import Speculator
+
+
+def aligned(inputs: dict[str, Tensor]) -> AlignedBatch:
+    """One document; index c of every tensor belongs to one prediction."""
+    return AlignedBatch(
+        features_CX=inputs["hidden_states"][0].float(),
+        token_ids_C=inputs["input_ids"][0],
+        positions_C=inputs["position_ids"][0],
+        last_hidden_states_CH=inputs["verifier_last_hidden_states"][0].float(),
+        supervised_C=inputs["loss_mask"][0].bool(),
+        document_lengths=[inputs["input_ids"].shape[1]],
+    )
+
+
+def compute(
+    speculator: Speculator, verifier_head: VerifierHead, inputs: dict[str, Tensor], settings: dict[str, Any]
+) -> StepOutput:
+    """One training step of the case, not yet differentiated."""
+    objective = Eagle3Objective(
+        ttt_steps=settings["ttt_steps"],
+        step_decay=float(settings["ttt_step_loss_decay"]),
+        loss=settings["loss_fn"],
+        windows_from_start=True,
+        mean_per_step=True,
+    )
+    return objective.aligned_step(speculator.draft, aligned(inputs), verifier_head)
