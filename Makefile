@@ -11,7 +11,7 @@ TEST_WORKERS ?= 2
 # One thread in each test worker: two workers then fill two cores, and tiny tensors are fastest on one thread.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal
 
-.PHONY: help install quickstart check test test-full test-vllm clean
+.PHONY: help install quickstart check test test-full test-vllm test-interop clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -46,5 +46,12 @@ test-vllm: .venv/ready .venv-vllm/complete ## a speculator of ours, unmodified, 
 	$(BIN)/python tests/vllm/compare.py --vllm-python .venv-vllm/bin/python \
 	  --speculator out/quickstart/speculator --out out/vllm_check.json
 
+.venv-peer/complete: tests/interop/make_env.sh
+	PYTHON=$(PYTHON) bash tests/interop/make_env.sh .venv-peer
+	touch $@
+
+test-interop: .venv/ready .venv-peer/complete ## directories of ours in PyPI's `speculators`, and its own in ours
+	$(BIN)/python tests/interop/compare.py --peer-python .venv-peer/bin/python --out out/interop.json
+
 clean: ## remove the environments and every output
-	rm -rf .venv .venv-vllm out build dist
+	rm -rf .venv .venv-vllm .venv-peer out build dist

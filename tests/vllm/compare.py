@@ -29,14 +29,14 @@ def first_difference(left: list[int], right: list[int]) -> int | None:
     return next((place for place, (a, b) in pairs if a != b), min(len(left), len(right)))
 
 
-def ask_vllm(python: Path, speculator: Path, request: dict) -> dict:
+def ask_vllm(python: Path, request: dict) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         question, answer = Path(folder, "request.json"), Path(folder, "answer.json")
         question.write_text(json.dumps(request), encoding="utf-8")
         # Without what pytest or a shell set for us: the other environment finds its own packages and threads.
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "OMP_"))}
         script = HERE / "generate_with_vllm.py"
-        subprocess.run([python, script, speculator, question, answer], check=True, env=environment, cwd=folder)
+        subprocess.run([python, script, question, answer], check=True, env=environment, cwd=folder)
         return json.loads(answer.read_text(encoding="utf-8"))
 
 
@@ -54,16 +54,27 @@ def ask_ours(llm: LLM, request: dict) -> dict:
     }
 
 
-def compare(speculator: Path, vllm_python: Path, prompts: list[str], max_tokens: int, max_model_len: int) -> dict:
-    llm = LLM(str(speculator), dtype="float32", max_num_seqs=1, max_model_len=max_model_len)
-    request = {
-        "prompts": [llm.chat_token_ids([{"role": "user", "content": prompt}]) for prompt in prompts],
+def compare(speculators: list[Path], vllm_python: Path, prompts: list[str], max_tokens: int, length: int) -> list[dict]:
+    """A report a speculator; all have one verifier. `length` is the longest sequence."""
+    request: dict = {
+        "speculators": [str(one) for one in speculators],
         "max_tokens": max_tokens,
-        "max_model_len": max_model_len,
+        "max_model_len": length,
     }
-    ours = ask_ours(llm, request)
-    answer = ask_vllm(vllm_python, speculator, request)
-    read, drafted, plain = answer["read"], answer["with_drafts"], answer["without_drafts"]
+    ours = []
+    for speculator in speculators:
+        llm = LLM(str(speculator), dtype="float32", max_num_seqs=1, max_model_len=length)
+        request["prompts"] = [llm.chat_token_ids([{"role": "user", "content": prompt}]) for prompt in prompts]
+        ours.append(ask_ours(llm, request))
+    answer = ask_vllm(vllm_python, request)
+    return [
+        report(one, mine, answer["runs"][str(one)], answer["without_drafts"], max_tokens)
+        for one, mine in zip(speculators, ours, strict=True)
+    ]
+
+
+def report(speculator: Path, ours: dict, run: dict, plain: list[list[int]], max_tokens: int) -> dict:
+    read, drafted = run["read"], run["with_drafts"]
     theirs = {
         "num_drafts": read["num_drafts"],
         "num_draft_tokens": read["num_draft_tokens"],
@@ -75,7 +86,7 @@ def compare(speculator: Path, vllm_python: Path, prompts: list[str], max_tokens:
         "speculator": str(speculator),
         "method": read["method"],
         "num_speculative_tokens": read["num_speculative_tokens"],
-        "num_prompts": len(prompts),
+        "num_prompts": len(plain),
         "max_tokens": max_tokens,
         "identical": all(difference is None for difference in differences),
         "first_difference": differences,
@@ -84,6 +95,11 @@ def compare(speculator: Path, vllm_python: Path, prompts: list[str], max_tokens:
         "ours": ours,
         "vllm": theirs,
     }
+
+
+def passes(found: dict) -> bool:
+    """Outputs unchanged by drafts, counts equal, and something drafted at all."""
+    return bool(found["identical"] and found["counts_equal"] and found["vllm"]["num_drafts"])
 
 
 def main() -> int:
@@ -105,13 +121,14 @@ def main() -> int:
         from tests.vllm.tiny_speculator import train_tiny_speculator
 
         speculator = train_tiny_speculator(args.out.parent / "vllm_check", prompts, args.max_tokens)
-    report = compare(speculator.resolve(), args.vllm_python.absolute(), prompts, args.max_tokens, args.max_model_len)
+    python, length = args.vllm_python.absolute(), args.max_model_len
+    (found,) = compare([speculator.resolve()], python, prompts, args.max_tokens, length)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(report, indent=2))
-    accepted = sum(report["vllm"]["accepted_per_position"])
-    print(f"{accepted} drafts accepted in {report['vllm']['num_drafts']} steps; report in {args.out}")
-    return 0 if report["identical"] and report["counts_equal"] and report["vllm"]["num_drafts"] else 1
+    args.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(found, indent=2))
+    accepted = sum(found["vllm"]["accepted_per_position"])
+    print(f"{accepted} drafts accepted in {found['vllm']['num_drafts']} steps; report in {args.out}")
+    return 0 if passes(found) else 1
 
 
 if __name__ == "__main__":

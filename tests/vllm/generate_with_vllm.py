@@ -1,10 +1,11 @@
-"""Run by the Python of vLLM's environment: greedy float32 outputs of a speculator directory, with and without drafts.
+"""Run by the Python of vLLM's environment: greedy float32 outputs of speculator directories, with and without drafts.
 
-    generate_with_vllm.py SPECULATOR_DIR REQUEST.json ANSWER.json
+    generate_with_vllm.py REQUEST.json ANSWER.json
 
-REQUEST.json holds `prompts` (lists of token ids), `max_tokens` and `max_model_len`. The directory goes to vLLM as it
-is: method, depth and verifier are what vLLM reads from it. ANSWER.json gets the token ids of both runs and the counters
-of the speculative one.
+REQUEST.json holds `speculators` (directories of one verifier), `prompts` (lists of token ids), `max_tokens` and
+`max_model_len`. A directory goes to vLLM as it is: method, depth and verifier are what vLLM reads from it. ANSWER.json
+gets, for each directory, the token ids and the counters of its run (`runs`), and the token ids of the verifier alone
+(`without_drafts`). It is written anew after every run, so that a refused directory loses nothing of the others.
 """
 
 import json
@@ -45,12 +46,15 @@ def generate(model: str, request: dict) -> tuple[list[list[int]], dict]:
     return outputs, read
 
 
-def main(speculator: str, request_path: str, answer_path: str) -> None:
+def main(request_path: str, answer_path: str) -> None:
     request = json.loads(Path(request_path).read_text(encoding="utf-8"))
-    drafted, read = generate(speculator, request)
-    plain, _ = generate(read["verifier"], request)
-    answer = {"read": read, "with_drafts": drafted, "without_drafts": plain}
-    Path(answer_path).write_text(json.dumps(answer), encoding="utf-8")
+    answer: dict = {"runs": {}, "without_drafts": None}
+    for speculator in request["speculators"]:
+        outputs, read = generate(speculator, request)
+        answer["runs"][speculator] = {"read": read, "with_drafts": outputs}
+        if answer["without_drafts"] is None:
+            answer["without_drafts"], _ = generate(read["verifier"], request)
+        Path(answer_path).write_text(json.dumps(answer), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""A speculator in a minute: a tiny random verifier answers the prompts, and a draft learns those answers by heart."""
+"""Speculators in a minute: a tiny random verifier answers the prompts, and drafts learn those answers by heart."""
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from speculators.models.eagle3.draft import Eagle3Draft
+from speculators.models import FAMILIES
 from speculators.runtime.llm import LLM
 from speculators.runtime.sampling import SamplingParams
 from speculators.train.config import TrainConfig
@@ -13,6 +15,16 @@ from speculators.train.stages import Run
 from tests.tiny_models import make_verifier
 
 STAGES = ("prepare-data", "extract", "train")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A family, the choices about its draft and its objective, and how long the answers are learnt."""
+
+    family: str
+    draft: dict[str, Any] = field(default_factory=dict)
+    objective: dict[str, Any] = field(default_factory=dict)
+    epochs: int = 120
 
 
 def write_answers(verifier: Path, prompts: Sequence[str], max_tokens: int, path: Path) -> None:
@@ -27,21 +39,32 @@ def write_answers(verifier: Path, prompts: Sequence[str], max_tokens: int, path:
             file.write(json.dumps({"input_ids": asked + answered, "loss_mask": mask}) + "\n")
 
 
-def train_tiny_speculator(folder: Path, prompts: Sequence[str], max_tokens: int) -> Path:
-    """Train below `folder` and return the speculator's directory; vLLM on a CPU needs heads of 32 and more."""
+def make_lesson(folder: Path, prompts: Sequence[str], max_tokens: int) -> tuple[Path, Path]:
+    """A verifier that vLLM serves on a CPU (heads of 32 and more), and the rows of its answers."""
     verifier, rows = folder / "verifier", folder / "rows.jsonl"
     make_verifier(verifier, hidden_size=128, num_heads=2, num_kv_heads=1)
     write_answers(verifier, prompts, max_tokens, rows)
+    return verifier, rows
+
+
+def learn(folder: Path, verifier: Path, rows: Path, choice: Choice) -> Path:
+    """Train a draft on the rows below `folder` and return the speculator's directory."""
     recipe = Recipe(
-        name="vllm_check",
+        name=folder.name,
         verifier=str(verifier),
-        family="eagle3",
-        draft=Eagle3Draft(draft_vocab_size=256),
-        objective={},
+        family=choice.family,
+        draft=FAMILIES[choice.family].draft(**choice.draft),
+        objective=choice.objective,
         data=DataConfig(train=(str(rows),), validation_rows=0),
-        train=TrainConfig(epochs=120, learning_rate=3e-3, measure_prompts=0, compute_dtype="float32"),
-        out=str(folder / "run"),
+        train=TrainConfig(epochs=choice.epochs, learning_rate=3e-3, measure_prompts=0, compute_dtype="float32"),
+        out=str(folder),
     )
     run = Run(recipe)
     run.run(STAGES)
     return run.outputs.speculator
+
+
+def train_tiny_speculator(folder: Path, prompts: Sequence[str], max_tokens: int) -> Path:
+    """An EAGLE-3 speculator of the lesson's verifier."""
+    verifier, rows = make_lesson(folder, prompts, max_tokens)
+    return learn(folder / "run", verifier, rows, Choice("eagle3", {"draft_vocab_size": 256}))
