@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from speculators.cli import directories, pipeline, serving
+from speculators.cli import directories, hub, pipeline, serving
 from speculators.errors import SpeculatorsError
 
 app = typer.Typer(
@@ -28,6 +28,7 @@ app = typer.Typer(
 directories.register(app)
 pipeline.register(app)
 serving.register(app)
+hub.register(app)
 
 _asked_to_end: list[int] = []
 _show_tracebacks: list[bool] = []

@@ -2,11 +2,15 @@
 
 import json
 import shutil
+from math import prod
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 
 from speculators.cli import main
+
+GOLDEN = Path(__file__).parent.parent / "golden"
 
 
 def run(*arguments: str | Path) -> int:
@@ -36,11 +40,14 @@ def test_inspect_reports_what_the_directory_holds(tiny_speculator: Path, tiny_ve
     key_values = heads // 2
     attention = heads * 2 * hidden + 2 * key_values * 2 * hidden + hidden * heads
     norms = 4 * hidden + 3 * hidden
-    expected = 3 * hidden * hidden + attention + 3 * hidden * intermediate + norms + draft_vocab * hidden
+    expected = 3 * hidden * hidden + attention + 3 * hidden * intermediate + norms + (draft_vocab + 384) * hidden
     assert report["parameters"] == expected
     assert report["family"] == "eagle3"
     assert report["verifier"] == str(tiny_verifier)
-    assert report["num_speculative_tokens"] == 3
+    assert report["depth"] == report["num_speculative_tokens"] == 3
+    assert report["method"] == "eagle3"
+    assert report["layers"] == 1
+    assert report["vocabulary"] == {"draft": 128, "verifier": 384, "coverage": 128 / 384}
     assert report["aux_layer_ids"] == [2, 4, 5]
     assert report["tensors"]["fc.weight"] == {"dtype": "BF16", "shape": [64, 192]}
     assert report["vllm"]["method"] == "eagle3"
@@ -91,3 +98,38 @@ def test_warnings_alone_do_not_fail(copy: Path, capsys: pytest.CaptureFixture[st
     edit(copy, add_proposal)
     assert run("validate", copy) == 0
     assert "WARNING F009 second-proposal: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "depth", "layers", "draft_ids", "vllm"),
+    [
+        ("eagle3", "eagle3", 3, 1, 32, "eagle3"),
+        ("peagle", "eagle3", 8, 2, 32, "eagle3"),
+        ("dflash", "dflash", 15, 2, 128, "dflash"),
+        ("dflash2", "dflash", 7, 2, 128, "dflash"),
+        ("dspark", "dspark", 8, 2, 32, "dspark"),
+        ("mtp", "mtp", 3, 1, 128, None),
+    ],
+)
+def test_inspect_reads_what_other_software_wrote(
+    family: str, method: str, depth: int, layers: int, draft_ids: int, vllm: str | None, tmp_path: Path
+) -> None:
+    """The golden folders, which lie beside no verifier under the name that they give."""
+    folder, target = GOLDEN / family, tmp_path / "report.json"
+    assert run("inspect", folder, "--json", target) == 0
+    report = json.loads(target.read_text(encoding="utf-8"))
+    found = {key: report[key] for key in ("family", "verifier", "method", "depth", "layers")}
+    assert found == {
+        "family": family,
+        "verifier": "golden/verifier",
+        "method": method,
+        "depth": depth,
+        "layers": layers,
+    }
+    assert report["vocabulary"] == {"draft": draft_ids, "verifier": 128, "coverage": draft_ids / 128}
+    with safe_open(folder / "model.safetensors", "numpy") as file:
+        shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    assert {name: entry["shape"] for name, entry in report["tensors"].items()} == shapes
+    assert report["parameters"] == sum(prod(shape) for name, shape in shapes.items() if name not in ("d2t", "t2d"))
+    assert report["vllm"]["method"] == vllm
+    assert report["vllm"]["served"] is (vllm is not None)
