@@ -42,9 +42,10 @@ test: check ## checks and the fast tests
 test-full: check ## every test
 	$(PYTEST) -m 'full or not full'
 
-test-vllm: .venv/ready .venv-vllm/complete ## a speculator of ours, unmodified, in real vLLM on the CPU
+test-vllm: .venv/ready .venv-vllm/complete ## speculators of ours, unmodified, in real vLLM on the CPU
 	$(BIN)/python tests/vllm/compare.py --vllm-python .venv-vllm/bin/python \
 	  --speculator out/quickstart/speculator --out out/vllm_check.json
+	OMP_NUM_THREADS=1 $(BIN)/python tests/vllm/matrix.py --vllm-python .venv-vllm/bin/python --out out/vllm_matrix.json
 
 .venv-peer/complete: tests/interop/make_env.sh
 	PYTHON=$(PYTHON) bash tests/interop/make_env.sh .venv-peer

@@ -157,7 +157,8 @@ class SelfAttention(nn.Module):
 
     def as_heads(self, projected: Tensor) -> Tensor:
         """[..., heads * D] -> [..., heads, D]."""
-        return projected.unflatten(-1, (projected.shape[-1] // self.head_dim, self.head_dim))
+        heads: Tensor = projected.unflatten(-1, (projected.shape[-1] // self.head_dim, self.head_dim))
+        return heads
 
     def as_query(self, projected: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """What `q_proj` gave -> rotated queries [..., Q, D]."""

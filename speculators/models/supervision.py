@@ -1,6 +1,7 @@
 """Which positions of packed rows are trained to predict which later token, and how often they were right.
 
-Shape suffixes: B rows, T tokens, N = B*T positions of all rows one after another, C some of them, K draft steps.
+Shape suffixes: B rows, T tokens, N positions (of all rows one after another, or of all steps that count), C positions
+without padding, R those of them that are active at a step, K draft steps, H hidden.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from speculators.models.draft_model import PackedBatch
+from speculators.models.draft_model import DraftModel, PackedBatch, StepOutput
 from speculators.models.family import Count
 
 
@@ -31,52 +32,84 @@ def supervised(batch: PackedBatch, shift: int) -> Tensor:
     return found_N
 
 
-def schedule(supervised_C: Tensor, document_lengths: Sequence[int], steps: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Per step k: the positions unrolled to it, int64 [R] ascending, and the positions that count at it, bool [C].
+def up_to_last(marked_N: Tensor, runs_N: Tensor) -> tuple[Tensor, list[int]]:
+    """The positions of each document up to the last that is marked (bool), int64 [C], and how many each has.
 
-    A position counts at k where position c + k of its document is supervised, and is unrolled as far as the last step
-    at which it counts.
+    `runs_N` are those of `document_runs`. A document without a mark is left out.
     """
+    index_N = torch.arange(len(runs_N), device=runs_N.device)
+    last_D = torch.full((int(runs_N.max().clamp(min=0)) + 1,), -1, device=runs_N.device)
+    last_D = last_D.scatter_reduce(0, runs_N[marked_N], index_N[marked_N], "amax")
+    kept_C = torch.nonzero((runs_N >= 0) & (index_N <= last_D[runs_N.clamp(min=0)])).squeeze(1)
+    counts = torch.bincount(runs_N[kept_C], minlength=len(last_D)).tolist()
+    return kept_C, [count for count in counts if count]
+
+
+def counted_positions(supervised_C: Tensor, document_lengths: Sequence[int], num_steps: int) -> Tensor:
+    """Which positions count at step k, bool [K, C]: those where position c + k of their document is supervised."""
     lengths = torch.tensor(document_lengths, dtype=torch.int64, device=supervised_C.device)
     end_C = lengths.cumsum(0).repeat_interleave(lengths)
-    index_C = torch.arange(len(supervised_C), device=supervised_C.device)
-    counted = []
-    for step in range(steps):
-        reached_C = index_C + step < end_C
-        counted.append(reached_C & supervised_C[torch.where(reached_C, index_C + step, 0)])
-    slots, active_C = [], torch.zeros_like(supervised_C)
-    for mask_C in reversed(counted):
-        active_C = active_C | mask_C
-        slots.append(torch.nonzero(active_C).squeeze(1))
-    return slots[::-1], counted
+    steps_K1 = torch.arange(num_steps, device=supervised_C.device)[:, None]
+    place_KC = torch.arange(len(supervised_C), device=supervised_C.device) + steps_K1
+    reached_KC = place_KC < end_C
+    return reached_KC & supervised_C[torch.where(reached_KC, place_KC, 0)]
 
 
-def acceptance_counts(hits: Sequence[Tensor], counted: Sequence[Tensor]) -> list[list[int]]:
+def schedule(
+    supervised_C: Tensor, document_lengths: Sequence[int], num_steps: int
+) -> tuple[list[Tensor], Tensor]:
+    """Per step k: the positions unrolled to it, int64 [R] ascending, and which positions count at it, bool [K, C].
+
+    A position is unrolled as far as the last step at which it counts (see `counted_positions`).
+    """
+    counted_KC = counted_positions(supervised_C, document_lengths, num_steps)
+    active_KC = counted_KC.long().flip(0).cumsum(0).flip(0) > 0
+    return [torch.nonzero(active_C).squeeze(1) for active_C in active_KC], counted_KC
+
+
+def counted_states(
+    states: Sequence[Tensor], slots: Sequence[Tensor], counted_KC: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Of every step's states [R, H] at its `slots`, those that count, and where their targets stand: c + k.
+
+    States [N, H] and places int64 [N], step after step.
+    """
+    chosen = [counted_C[slots_R] for counted_C, slots_R in zip(counted_KC, slots, strict=True)]
+    kept = [states_RH[rows_R] for states_RH, rows_R in zip(states, chosen, strict=True)]
+    places = [slots_R[rows_R] + step for step, (slots_R, rows_R) in enumerate(zip(slots, chosen, strict=True))]
+    return torch.cat(kept), torch.cat(places)
+
+
+def acceptance_counts(hits_N: Tensor, counted_KC: Tensor) -> list[list[int]]:
     """Per step k: right at 0..k, counted at 0..k, and counted at k after being right at 0..k-1.
 
-    `counted[k]` bool [C] says which positions count at step k, `hits[k]` bool whether each of them was right, in order.
+    `counted_KC` bool says which positions count at which step, `hits_N` bool whether each of them was right, step after
+    step. A position that does not count at a step is no mismatch there: from that step on it is left out.
     """
-    right_C, known_C, rows = torch.ones_like(counted[0]), torch.ones_like(counted[0]), []
-    for hit, mask_C in zip(hits, counted, strict=True):
-        reached_C = right_C & known_C & mask_C
-        right_here_C = torch.zeros_like(mask_C)
-        right_here_C[mask_C] = hit
-        right_C, known_C = right_C & right_here_C, known_C & mask_C
-        rows.append(torch.stack(((right_C & known_C).sum(), known_C.sum(), reached_C.sum())))
-    found: list[list[int]] = torch.stack(rows).tolist()
-    return found
+    right_KC = torch.zeros_like(counted_KC).masked_scatter(counted_KC, hits_N).long().cumprod(0)
+    known_KC = counted_KC.long().cumprod(0)
+    reached_KC = torch.cat((torch.ones_like(right_KC[:1]), right_KC[:-1])) * counted_KC
+    counts: list[list[int]] = torch.stack([part.sum(1) for part in (right_KC, known_KC, reached_KC)], 1).tolist()
+    return counts
 
 
-def step_metrics(loss: Count, losses: Sequence[Count], counts: Sequence[Sequence[int]]) -> dict[str, Count]:
-    """`loss`, and per step k `loss_k`, `full_acc_k` and `cond_acc_k` from `acceptance_counts`."""
-    named = {"loss": loss}
-    for step, (of_step, (right, known, reached)) in enumerate(zip(losses, counts, strict=True)):
-        named[f"loss_{step}"] = of_step
+def acceptance_metrics(counts: Sequence[Sequence[int]]) -> dict[str, Count]:
+    """Per step k `full_acc_k` and `cond_acc_k` from `acceptance_counts`."""
+    named = {}
+    for step, (right, known, reached) in enumerate(counts):
         named[f"full_acc_{step}"] = Count(right, known)
         named[f"cond_acc_{step}"] = Count(right, reached)
     return named
 
 
-def predicted_length(metrics: dict[str, Count], num_steps: int) -> float:
-    """1 + the shares of positions that were right at steps 0..k, summed over k: tokens a verification would emit."""
-    return 1.0 + sum(metrics[f"full_acc_{step}"].rate for step in range(num_steps))
+def step_metrics(loss: Count, losses: Sequence[Count], counts: Sequence[Sequence[int]]) -> dict[str, Count]:
+    """`loss`, and per step k `loss_k`, `full_acc_k` and `cond_acc_k` from `acceptance_counts`."""
+    by_step = {f"loss_{step}": of_step for step, of_step in enumerate(losses)}
+    return {"loss": loss} | by_step | acceptance_metrics(counts)
+
+
+def nothing_to_learn(draft: DraftModel, num_steps: int) -> StepOutput:
+    """A zero that can be differentiated, and empty counts: of a batch in which no position counts."""
+    zero = torch.stack([parameter.sum() for parameter in draft.trained_parameters()]).sum() * 0.0
+    nothing = [Count(0, 0)] * num_steps
+    return StepOutput(zero, step_metrics(Count(0, 0), nothing, [[0, 0, 0]] * num_steps))

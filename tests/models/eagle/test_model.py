@@ -59,7 +59,10 @@ def test_biases_and_norms_are_there_where_their_flags_say_so(options: dict, tmp_
         dense = DenseDraft(speculator)
         for step, shown in enumerate(logits):
             outputs = dense.outputs(states, tokens)
-            torch.testing.assert_close(shown[0], verifier_weights().lm_head @ outputs[-1], atol=1e-4, rtol=1e-4)
+            expected = verifier_weights().lm_head @ outputs[-1]
+            # Nothing norms these states, so that logits grow from step to step and their rounding with them.
+            size = expected.abs().max()
+            torch.testing.assert_close(shown[0] / size, expected / size, atol=1e-4, rtol=0)
             # Drafting goes on with what the head read, and the token that came of it.
             tokens, states = (
                 torch.cat((tokens, proposal.token_ids_BK[0, step, None])),
