@@ -56,9 +56,9 @@ def number_faults(headers: Mapping[str, TensorHeader]) -> Iterator[Fault]:
 
 
 def is_norm(name: str) -> bool:
-    """Whether a tensor name is that of a norm's gain."""
+    """Whether a tensor name is that of a norm's gain; MLPSpeculators call theirs `ln`."""
     parts = name.split(".")
-    return parts[-1] == "weight" and any(part.endswith("norm") for part in parts[-3:-1])
+    return parts[-1] == "weight" and any(part.endswith("norm") or part == "ln" for part in parts[-3:-1])
 
 
 _INTEGER_CODES = {"I64": "q", "I32": "i"}

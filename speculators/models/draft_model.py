@@ -19,7 +19,7 @@ from speculators.formats.config import SpeculatorConfig
 from speculators.formats.verifier_weights import VerifierWeights
 from speculators.formats.vocab import DraftVocab
 from speculators.models.cache import SlotCache
-from speculators.models.family import Count
+from speculators.models.family import Count, by_position
 from speculators.models.losses import VerifierHead
 
 
@@ -51,19 +51,29 @@ class DraftContext:
     rows: slice
     normed_hidden_states_BTH: Tensor | None = None
 
+    @property
+    def last(self) -> list[int]:
+        """The index of each row's last valid position; 0 for a row that takes no part."""
+        return [max(length, 1) - 1 for length in self.lengths]
+
+    @property
+    def ends(self) -> list[int]:
+        """How many tokens the draft cache holds once these positions are written: where drafting goes on."""
+        return [start + length for start, length in zip(self.starts, self.lengths, strict=True)]
+
 
 @dataclass
 class Proposal:
     """Draft tokens: `token_ids_BK` int64 ids of the verifier's vocabulary, `lengths_B` int64 of them valid.
 
-    `probs_BKD` are the probabilities they were drawn from, over draft ids; None for one-hot drafts.
+    `probs_BKD` are the probabilities they were drawn from, over draft ids; None for one-hot drafts. `confidence_BK`:
+    how likely each token is to be accepted once those before it were, where the draft can tell.
     """
 
     token_ids_BK: Tensor
     lengths_B: Tensor
     probs_BKD: Tensor | None = None
     confidence_BK: Tensor | None = None
-    parents_BK: Tensor | None = None
 
 
 @dataclass
@@ -141,12 +151,14 @@ class Objective(ABC):
     def step(self, draft: nn.Module, batch: PackedBatch, verifier_head: VerifierHead) -> StepOutput:
         """Loss and counts of one batch.
 
-        `draft` is the family's model, wrapped or not: it is only called, and its parameters are read through it.
+        `draft` is the family's model, wrapped or not: it is only called, and its parameters are read through it. Among
+        the counts of every family are `loss` and, for each draft token k, `full_acc_k`: the token was right together
+        with all before it, of the positions at which all of them count.
         """
 
-    @abstractmethod
-    def acceptance_length(self, metrics: dict[str, Count]) -> float:
-        """Tokens a verification would emit, as the training metrics predict it."""
+    def acceptance_length(self, metrics: Mapping[str, Count]) -> float:
+        """Tokens a verification of greedy drafts would emit: 1 + the shares `full_acc_k`, summed over draft tokens."""
+        return 1.0 + sum(count.rate for count in by_position(metrics))
 
 
 class DraftModel(nn.Module, ABC):
@@ -189,6 +201,11 @@ class DraftModel(nn.Module, ABC):
         d2t: Tensor | None = getattr(self, "d2t", None)
         return None if d2t is None else d2t + torch.arange(len(d2t), device=d2t.device)
 
+    def to_verifier(self, draft_ids: Tensor) -> Tensor:
+        """int64 draft ids of any shape -> the verifier's."""
+        d2t: Tensor | None = getattr(self, "d2t", None)
+        return draft_ids if d2t is None else draft_ids + d2t[draft_ids]
+
     def trained_parameters(self) -> Iterator[nn.Parameter]:
         """Parameters an optimizer may change."""
         return (parameter for parameter in self.parameters() if parameter.requires_grad)
@@ -224,9 +241,9 @@ class DraftModel(nn.Module, ABC):
         """Give a fresh draft what it starts from besides borrowed tensors: for most, nothing."""
         return
 
-    @abstractmethod
     def make_cache(self, num_slots: int) -> SlotCache:
-        """An empty cache of this model's keys and values for `num_slots` requests."""
+        """An empty cache of this model's keys and values for `num_slots` requests; of no layers unless it has some."""
+        return SlotCache(0, num_slots, dtype=self.dtype, device=self.device)
 
     @abstractmethod
     def propose(self, context: DraftContext, num_tokens: int, sampler: DraftSampler) -> Proposal:

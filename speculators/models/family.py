@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -37,6 +38,15 @@ class Count:
     def rate(self) -> float:
         """Sum over count, 0 where nothing was counted."""
         return self.sum / self.count if self.count else 0.0
+
+
+_FULL_ACCURACY = re.compile(r"full_acc_(\d+)")
+
+
+def by_position(metrics: Mapping[str, Count]) -> list[Count]:
+    """`full_acc_0`, `full_acc_1` ... in order: draft tokens that were right together with all before them."""
+    found = {int(match[1]): count for name, count in metrics.items() if (match := _FULL_ACCURACY.fullmatch(name))}
+    return [found[position] for position in sorted(found)]
 
 
 class DraftOptions(Protocol):

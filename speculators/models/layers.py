@@ -5,6 +5,8 @@ Shape suffixes: `...` any leading dimensions, Q query heads, N key heads, D head
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -52,6 +54,20 @@ def use_skinny_linears(module: nn.Module) -> None:
     for child in module.modules():
         if type(child) is nn.Linear:
             child.__class__ = SkinnyLinear
+
+
+@torch.no_grad()
+def draw_parameters(
+    named: Iterable[tuple[str, nn.Parameter]], deviation: float, generator: torch.Generator, *, gain: float = 1.0
+) -> None:
+    """Draw every trained matrix from N(0, deviation²), in order; norms start at `gain`, biases at 0."""
+    for name, parameter in named:
+        if parameter.is_meta or not parameter.requires_grad:
+            continue
+        if parameter.dim() > 1:
+            parameter.normal_(0.0, deviation, generator=generator)
+        else:
+            parameter.fill_(0.0 if name.endswith("bias") else gain)
 
 
 class RMSNorm(nn.Module):

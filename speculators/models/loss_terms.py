@@ -28,12 +28,6 @@ class Distributions:
     def __init__(self, log_q_RD: Tensor, log_p_RD: Tensor, label_R: Tensor) -> None:
         self.log_q, self.log_p, self.label_R1 = log_q_RD, log_p_RD, label_R[:, None]
 
-    @classmethod
-    def of_logits(cls, draft_logits_RD: Tensor, verifier_logits_RD: Tensor) -> Distributions:
-        """The distributions of two sides' logits."""
-        label_R = verifier_logits_RD.argmax(-1)
-        return cls(draft_logits_RD.log_softmax(-1), verifier_logits_RD.log_softmax(-1), label_R)
-
     @cached_property
     def q(self) -> Tensor:
         """The draft's probabilities."""

@@ -170,8 +170,9 @@ class _Verifier:
             # With b the likeliest token, log softmax(x) is x - x[b] + log softmax(x)[b]: no logarithm is taken a token.
             best_S1 = best_S[:, None]
             self.p_SD = logits_SD.softmax(-1)
-            p_best_S1, max_S1 = self.p_SD.gather(1, best_S1), logits_SD.gather(1, best_S1)
-            self.negative_entropy_S1 = logits_SD.mul_(self.p_SD).sum(-1, keepdim=True) - max_S1 + p_best_S1.log()
+            self.p_best_S1, max_S1 = self.p_SD.gather(1, best_S1), logits_SD.gather(1, best_S1)
+            # The negative entropy, but for the logarithm of p_best.
+            self.below_best_S1 = logits_SD.mul_(self.p_SD).sum(-1, keepdim=True) - max_S1
         elif not self.by_label:
             self.log_p_SD = logits_SD.log_softmax(-1)
 
@@ -227,11 +228,13 @@ class _DivergenceRows(Rows):
         cross_R1 = torch.linalg.vecdot(p_RD, logits_RD)[:, None] - max_R1
         label_R1 = logits_RD.gather(1, self.label_R[:, None]) - max_R1 if loss.with_cross_entropy else None
         q_RD = torch.softmax(logits_RD, -1, out=logits_RD)
-        log_best_R1 = q_RD.gather(1, best_R1).log()
-        loss_R1 = self.verifier.negative_entropy_S1[self.rows_R] - cross_R1 - log_best_R1
+        q_best_R1 = q_RD.gather(1, best_R1)
+        # The logarithm of a ratio near 1 is more exact than the difference of two logarithms.
+        ratio_R1 = self.verifier.p_best_S1[self.rows_R] / q_best_R1
+        loss_R1 = self.verifier.below_best_S1[self.rows_R] - cross_R1 + ratio_R1.log()
         found = {"verifier_argmax": self.label_R}
         if label_R1 is not None:
-            found["cross_entropy"] = -(label_R1 + log_best_R1).squeeze(1)
+            found["cross_entropy"] = -(label_R1 + q_best_R1.log()).squeeze(1)
         difference_RD = q_RD.sub_(p_RD)
         if loss.with_total_variation:
             found["total_variation"] = torch.linalg.vector_norm(difference_RD, ord=1, dim=-1) / 2

@@ -55,9 +55,7 @@ def counted_positions(supervised_C: Tensor, document_lengths: Sequence[int], num
     return reached_KC & supervised_C[torch.where(reached_KC, place_KC, 0)]
 
 
-def schedule(
-    supervised_C: Tensor, document_lengths: Sequence[int], num_steps: int
-) -> tuple[list[Tensor], Tensor]:
+def schedule(supervised_C: Tensor, document_lengths: Sequence[int], num_steps: int) -> tuple[list[Tensor], Tensor]:
     """Per step k: the positions unrolled to it, int64 [R] ascending, and which positions count at it, bool [K, C].
 
     A position is unrolled as far as the last step at which it counts (see `counted_positions`).
@@ -67,9 +65,7 @@ def schedule(
     return [torch.nonzero(active_C).squeeze(1) for active_C in active_KC], counted_KC
 
 
-def counted_states(
-    states: Sequence[Tensor], slots: Sequence[Tensor], counted_KC: Tensor
-) -> tuple[Tensor, Tensor]:
+def counted_states(states: Sequence[Tensor], slots: Sequence[Tensor], counted_KC: Tensor) -> tuple[Tensor, Tensor]:
     """Of every step's states [R, H] at its `slots`, those that count, and where their targets stand: c + k.
 
     States [N, H] and places int64 [N], step after step.
@@ -78,6 +74,12 @@ def counted_states(
     kept = [states_RH[rows_R] for states_RH, rows_R in zip(states, chosen, strict=True)]
     places = [slots_R[rows_R] + step for step, (slots_R, rows_R) in enumerate(zip(slots, chosen, strict=True))]
     return torch.cat(kept), torch.cat(places)
+
+
+def sums_by_step(losses_N: Tensor, counted_KC: Tensor) -> tuple[Tensor, list[int]]:
+    """The sum of each step's losses [K], of losses step after step, and how many positions count at each step."""
+    sizes: list[int] = counted_KC.sum(1).tolist()
+    return torch.stack([part.sum() for part in losses_N.split(sizes)]), sizes
 
 
 def acceptance_counts(hits_N: Tensor, counted_KC: Tensor) -> list[list[int]]:
@@ -102,14 +104,15 @@ def acceptance_metrics(counts: Sequence[Sequence[int]]) -> dict[str, Count]:
     return named
 
 
-def step_metrics(loss: Count, losses: Sequence[Count], counts: Sequence[Sequence[int]]) -> dict[str, Count]:
-    """`loss`, and per step k `loss_k`, `full_acc_k` and `cond_acc_k` from `acceptance_counts`."""
-    by_step = {f"loss_{step}": of_step for step, of_step in enumerate(losses)}
+def step_metrics(
+    loss: Count, totals: Sequence[float], sizes: Sequence[int], counts: Sequence[Sequence[int]]
+) -> dict[str, Count]:
+    """`loss`; per step k `loss_k`, the sum and number of its losses, and the `acceptance_metrics` of `counts`."""
+    by_step = {f"loss_{step}": Count(*pair) for step, pair in enumerate(zip(totals, sizes, strict=True))}
     return {"loss": loss} | by_step | acceptance_metrics(counts)
 
 
 def nothing_to_learn(draft: DraftModel, num_steps: int) -> StepOutput:
     """A zero that can be differentiated, and empty counts: of a batch in which no position counts."""
     zero = torch.stack([parameter.sum() for parameter in draft.trained_parameters()]).sum() * 0.0
-    nothing = [Count(0, 0)] * num_steps
-    return StepOutput(zero, step_metrics(Count(0, 0), nothing, [[0, 0, 0]] * num_steps))
+    return StepOutput(zero, step_metrics(Count(0, 0), [0] * num_steps, [0] * num_steps, [[0, 0, 0]] * num_steps))

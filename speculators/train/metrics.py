@@ -2,15 +2,12 @@
 
 import json
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from speculators.errors import TrainingError
-from speculators.models.family import Count
-
-POSITION = re.compile(r"full_acc_(\d+)")
+from speculators.models.family import Count, by_position
 
 
 class MetricSums:
@@ -35,8 +32,7 @@ class MetricSums:
 
     def per_position(self) -> list[Count]:
         """`full_acc_0`, `full_acc_1` ... in order: positions that were right together with all before them."""
-        found = {int(match[1]): count for name, count in self.counts.items() if (match := POSITION.fullmatch(name))}
-        return [found[position] for position in sorted(found)]
+        return by_position(self.counts)
 
 
 class Throughput:

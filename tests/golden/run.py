@@ -1,8 +1,9 @@
 """Compute what a golden case asks for: ``python tests/golden/run.py FOLDER --inputs FILE --case KEY --json OUT``.
 
-FOLDER is a speculator directory with its verifier beside it in ``verifier/``. KEY is ``"<folder>|<settings as JSON>"``
-(see ``settings.py``); the family is what the folder's config.json says, whatever the folder's name. OUT gets
-``{"loss": ..., "grad_norms": {parameter: L2 norm}, "metrics": {name: [sum, count]}}``. Conventions are in README.md.
+FOLDER is a speculator directory; its verifier is ``verifier/`` beside it, or beside FILE. KEY is ``"<folder>|<settings
+as JSON>"`` (see ``settings.py``); the family is what the folder's config.json says, whatever the folder's name. OUT
+gets ``{"loss": ..., "grad_norms": {parameter: L2 norm}, "metrics": {name: [sum, count]}}``. Conventions are in
+README.md.
 """
 
 import argparse
@@ -23,7 +24,16 @@ from speculators.models.speculator import Speculator
 
 # The module `cases_<name>` beside this file that knows a family's training step.
 CASES = {"eagle3": "eagle3", "dflash": "dflash", "dflash2": "dflash", "dspark": "dspark", "mtp": "mtp"}
-INPUTS = ("input_ids", "hidden_states", "verifier_last_hidden_states", "document_ids", "position_ids", "loss_mask")
+INPUTS = {
+    "input_ids": torch.int64,
+    "hidden_states": torch.float32,
+    "verifier_last_hidden_states": torch.float32,
+    "document_ids": torch.int64,
+    "position_ids": torch.int64,
+    "loss_mask": torch.bool,
+}
+# Frozen everywhere, also where `embed_requires_grad` says that training here would not.
+FROZEN = ("embed_tokens.", "lm_head.")
 
 
 def part(name: str) -> Any:
@@ -35,26 +45,37 @@ def part(name: str) -> Any:
 
 
 def read_inputs(path: Path) -> dict[str, Tensor]:
-    """The tensors of one row, [1, T, ...] each; DataError names the one that is missing."""
+    """The tensors of one row, [1, T, ...] each, in the dtypes of INPUTS; DataError names the one that is missing."""
     inputs = load_file(path)
     missing = [name for name in INPUTS if name not in inputs]
     if missing:
         raise DataError(f"{path}: {', '.join(missing)} missing; expected {', '.join(INPUTS)}")
-    return inputs
+    return {name: inputs[name].to(dtype) for name, dtype in INPUTS.items()}
+
+
+def find_verifier(folder: Path, inputs: Path) -> Path:
+    """The directory `verifier` beside the folder, where a link to it points, or beside the inputs."""
+    places = [path.parent / "verifier" for path in (folder.absolute(), folder.resolve(), inputs.resolve())]
+    for place in places:
+        if place.is_dir():
+            return place
+    raise UsageError(f"no verifier of {folder}; expected it as {' or '.join(map(str, dict.fromkeys(places)))}")
 
 
 def compute(folder: Path, inputs: Path, case: str) -> dict[str, Any]:
     """Loss, gradient norms and counts of one case in float32."""
-    weights = load_verifier_weights(folder.parent / "verifier")
+    weights = load_verifier_weights(find_verifier(folder, inputs))
     speculator = Speculator.from_pretrained(folder, dtype=torch.float32).attach_verifier(weights)
     family = speculator.config.speculators_model_type
     if family not in CASES:
         raise UsageError(f"{folder} is a {family}; golden cases are there for {', '.join(CASES)}")
     settings = part("settings").read_case(case, family)
+    parameters = list(speculator.draft.named_parameters())
+    for name, parameter in parameters:
+        parameter.requires_grad_(parameter.requires_grad and not name.startswith(FROZEN))
     head = VerifierHead.from_weights(weights).to("cpu", torch.float32)
     output = part(f"cases_{CASES[family]}").compute(speculator, head, read_inputs(inputs), settings)
     output.loss.backward()
-    parameters = speculator.draft.named_parameters()
     norms = {name: parameter.grad.norm().item() for name, parameter in parameters if parameter.grad is not None}
     metrics = {name: list(count) for name, count in output.metrics.items()}
     return {"loss": output.loss.item(), "grad_norms": norms, "metrics": metrics}
@@ -68,7 +89,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True, help="where the numbers go")
     arguments = parser.parse_args()
     try:
-        found = compute(arguments.folder.resolve(), arguments.inputs, arguments.case)
+        found = compute(arguments.folder, arguments.inputs, arguments.case)
     except (SpeculatorsError, OSError) as error:
         sys.exit(f"error: {error}")
     arguments.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

@@ -2,7 +2,7 @@
 
 A key is `"<folder>|<settings as JSON>"`. Every family has its own settings; each has the type, the range and, where it
 may be left out, the default below. `loss_fn` is a loss's name or a mixture of several, an object of weights, which may
-be written as JSON once more; names of other software are understood beside ours.
+be written as JSON once more; names of other software are understood beside ours. A weight of 0 leaves a loss out.
 """
 
 import json
@@ -14,7 +14,9 @@ from speculators.errors import UsageError
 from speculators.models.losses import TERMS
 
 LOSS_ALIASES = {"rkl": "reverse_kl", "reverse_kl_div": "reverse_kl", "jsd": "js", "js_div": "js"}
-POSITION_WEIGHTS = ("fixed-exp-decay", "dpace")
+POSITION_WEIGHTS = ("fixed-exp-decay", "dpace", None)
+# Two ways that the other software has to the same numbers; ours has one.
+IMPLEMENTATIONS = ("eager", "fused")
 
 
 class Setting(NamedTuple):
@@ -40,6 +42,7 @@ def _weights(value: Any) -> bool:
 
 
 LOSS_FN = Setting(lambda value: isinstance(value, str | dict), "a loss's name, or weights by name", "kl_div")
+IMPLEMENTATION = Setting(lambda value: value in IMPLEMENTATIONS, "eager or fused", "eager")
 BLOCK_DRAFTER = {
     "loss_fn": LOSS_FN,
     "max_anchors": Setting(_integer, "a positive integer", 512),
@@ -48,18 +51,25 @@ BLOCK_DRAFTER = {
         lambda value: value in POSITION_WEIGHTS, "fixed-exp-decay or dpace", "fixed-exp-decay"
     ),
     "dpace_alpha": Setting(_number(0, 1), "a number in [0, 1]", 0.5),
+    "loss_implementation": IMPLEMENTATION,
 }
 SETTINGS: dict[str, dict[str, Setting]] = {
     "eagle3": {
         "loss_fn": LOSS_FN,
         "ttt_steps": Setting(_integer, "a positive integer", 3),
         "ttt_step_loss_decay": Setting(_number(1e-6, 1), "a number in (0, 1]", 1.0),
+        "loss_implementation": IMPLEMENTATION,
     },
     "dflash": BLOCK_DRAFTER,
     "dflash2": BLOCK_DRAFTER | {"selector_loss_alpha": Setting(_number(0, math.inf), "a number from 0 on", 1.0)},
-    "dspark": BLOCK_DRAFTER | {"confidence_head_alpha": Setting(_number(0, math.inf), "a number from 0 on", 1.0)},
+    "dspark": BLOCK_DRAFTER
+    | {
+        "max_anchors": Setting(_integer, "a positive integer", 3072),
+        "confidence_head_alpha": Setting(_number(0, math.inf), "a number from 0 on", 1.0),
+    },
     "mtp": {
-        "num_speculative_steps": Setting(_integer, "a positive integer", 3),
+        # Left out: as many as there are weights, or as the folder proposes.
+        "num_speculative_steps": Setting(_integer, "a positive integer", None),
         "step_weight_beta": Setting(_number(1e-6, 1), "a number in (0, 1]", 0.6),
         "step_weights": Setting(_weights, "a list of weights, or null", None),
     },
@@ -80,8 +90,9 @@ def loss_terms(value: str | dict[str, Any]) -> dict[str, float]:
         if name in terms or not _number(0, math.inf)(weight):
             raise UsageError(f"loss_fn gives {written!r} the weight {weight!r}; expected one number from 0 on a loss")
         terms[name] = float(weight)
+    terms = {name: weight for name, weight in terms.items() if weight > 0}
     if not terms:
-        raise UsageError("loss_fn has no losses; expected at least one")
+        raise UsageError("loss_fn has no losses; expected at least one of a weight above 0")
     return terms
 
 

@@ -43,6 +43,7 @@ def blockwise(q: Tensor, k: Tensor, v: Tensor, *own: Tensor, window: int | None)
 @pytest.mark.parametrize("num_own", [0, 1, 2])
 @pytest.mark.parametrize("block_rows", [2, 512])
 def test_blocks_equal_the_dense_twin(monkeypatch, window: int | None, num_own: int, block_rows: int) -> None:
+    """Gradients and modes of training are what they seem (pitfall 27)."""
     monkeypatch.setattr(attention, "BLOCK_ROWS", block_rows)
     tensors = inputs(num_own)
     found, expected = blockwise(*tensors, window=window), dense(*tensors, window=window)
@@ -56,6 +57,7 @@ def test_blocks_equal_the_dense_twin(monkeypatch, window: int | None, num_own: i
 
 
 def test_gradients_by_finite_differences() -> None:
+    """Gradients and modes of training are what they seem (pitfall 27)."""
     assert torch.autograd.gradcheck(lambda *tensors: blockwise(*tensors, window=4), inputs(2))
 
 

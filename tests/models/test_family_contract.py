@@ -104,6 +104,7 @@ def test_the_config_is_that_of_the_golden_file(family: str) -> None:
 
 @every_variant
 def test_config_round_trips_and_refuses_unknown_keys(family: str, variant: str) -> None:
+    """Every flag does something, and no key is ignored (pitfall 10)."""
     config = speculator_of(family, variant).config
     written = json.loads(json.dumps(config.to_json()))
     assert type(config).from_json(written).to_json() == written
@@ -117,6 +118,7 @@ def test_config_round_trips_and_refuses_unknown_keys(family: str, variant: str) 
 def test_every_tensor_is_accounted_for_and_survives_saving_bit_by_bit(
     family: str, variant: str, tmp_path: Path
 ) -> None:
+    """What is written is loaded, whole and by its name (pitfall 9)."""
     speculator = speculator_of(family, variant)
     expected = speculator.config.expected_tensors()
     tensors = speculator.draft.state_dict()
@@ -140,7 +142,10 @@ def test_every_tensor_is_accounted_for_and_survives_saving_bit_by_bit(
 
 @every_variant
 def test_training_logits_are_those_of_serving(family: str, variant: str) -> None:
-    """Two requests of different lengths, prefilled in chunks, drafting, then going on over their stale drafts."""
+    """Two requests of different lengths, prefilled in chunks, drafting, then going on over their stale drafts.
+
+    Pitfall 12 and pitfall 19.
+    """
     contract, speculator = contract_of(family), speculator_of(family, variant)
     depth = contract.depth
     exact = min(depth, FAMILIES[family].parity_depth or depth)
@@ -172,6 +177,7 @@ def test_training_logits_are_those_of_serving(family: str, variant: str) -> None
 
 @every_family
 def test_probabilities_of_a_sampled_proposal_stay_with_their_rows(family: str) -> None:
+    """Drafted ids are the verifier's, probabilities those of the draft's ids (pitfall 22)."""
     contract, speculator = contract_of(family), speculator_of(family)
     documents = [whole(6, speculator, seed) for seed in (3, 4)]
 
@@ -187,6 +193,7 @@ def test_probabilities_of_a_sampled_proposal_stay_with_their_rows(family: str) -
 
 @every_variant
 def test_two_packed_documents_are_each_alone(family: str, variant: str) -> None:
+    """Documents in one row do not know of each other (pitfall 17)."""
     contract, speculator = contract_of(family), speculator_of(family, variant)
     masks = [[1] * 13, [0, 0, 1, 1, 0, 1, 1, 1, 1, 0, 1, 1]]
     batch = pack(masks, row=28, num_aux=len(speculator.draft.aux_layer_ids))
@@ -201,6 +208,7 @@ def test_two_packed_documents_are_each_alone(family: str, variant: str) -> None:
 
 @every_variant
 def test_no_position_sees_its_future(family: str, variant: str) -> None:
+    """Nothing sees a state at or after its own place (pitfall 16)."""
     contract, speculator = contract_of(family), speculator_of(family, variant)
     document = whole(11, speculator, 4)
     states, seen = states_of(contract, document).requires_grad_(), 0
@@ -258,6 +266,7 @@ def result_of(speculator: Speculator, flag: Flag, contract: FamilyContract, docu
 
 @every_family
 def test_every_flag_changes_what_it_says(family: str) -> None:
+    """Every flag does something, and no key is ignored (pitfall 10)."""
     contract = contract_of(family)
     for flag in contract.flags:
         plain = random_speculator(family, **flag.base)
@@ -288,6 +297,7 @@ def test_every_flag_changes_what_it_says(family: str) -> None:
 
 @every_family
 def test_every_boolean_of_the_config_is_flipped_by_a_flag(family: str) -> None:
+    """Every flag does something, and no key is ignored (pitfall 10)."""
     contract, kind = contract_of(family), FAMILIES[family].config
     booleans = {name for name, hint in get_type_hints(kind).items() if hint is bool and name in kind.model_fields}
     flipped = set()
@@ -304,6 +314,7 @@ def generate(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams) -> 
 
 @every_family
 def test_a_draft_that_knows_a_sample_by_heart_is_accepted_throughout(family: str) -> None:
+    """What is learnt in training is what is drafted in serving (pitfall 19)."""
     depth = depth_of(family)
     stats = recite(learnt_by_heart(family), depth).stats
     assert stats.num_drafts == verifications(depth)

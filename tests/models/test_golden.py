@@ -1,6 +1,7 @@
 """Loss and every gradient norm of checkpoints that independent software wrote and computed."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from speculators.models.losses import TERMS, VerifierHead
 from speculators.models.speculator import Speculator
 from tests.golden.run import compute
 from tests.golden.settings import SETTINGS, loss_terms, read_case
-from tests.golden.variants import VARIANTS, build
+from tests.golden.variants import ROWS, VARIANTS, build, write_row
 from tests.models.eagle3.dense import DenseDraft
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -41,6 +42,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     parent = tmp_path_factory.mktemp("golden")
     for name in {case.partition("|")[0] for case in FURTHER}:
         build(name, parent)
+    for row in ROWS:
+        write_row(row, parent)
     return parent
 
 
@@ -58,7 +61,9 @@ def test_loss_and_gradient_norms(case: str) -> None:
 
 @pytest.mark.parametrize("case", FURTHER)
 def test_loss_and_gradient_norms_of_other_settings_and_shapes(case: str, folders: Path) -> None:
-    agree(compute(folders / case.partition("|")[0], INPUTS, case), FURTHER[case])
+    key, _, row = case.partition("@")
+    inputs = folders / f"{row}.safetensors" if row else INPUTS
+    agree(compute(folders / key.partition("|")[0], inputs, key), FURTHER[case])
 
 
 def test_accuracy_counts() -> None:
@@ -114,6 +119,7 @@ def test_a_full_vocabulary_borrows_embeddings_and_head_from_the_verifier(tmp_pat
     [
         ("eagle3", 'x|{"tts": 3}', "tts is no setting of eagle3; expected loss_fn, ttt_steps"),
         ("mtp", 'x|{"loss_fn": "ce"}', "loss_fn is no setting of mtp"),
+        ("eagle3", 'x|{"loss_implementation": "exact"}', "loss_implementation is 'exact'; expected eager or fused"),
         ("eagle3", 'x|{"ttt_steps": 0}', "ttt_steps is 0; expected a positive integer"),
         ("eagle3", 'x|{"ttt_steps": true}', "ttt_steps is True; expected a positive integer"),
         ("eagle3", 'x|{"ttt_step_loss_decay": NaN}', "ttt_step_loss_decay is nan"),
@@ -123,6 +129,7 @@ def test_a_full_vocabulary_borrows_embeddings_and_head_from_the_verifier(tmp_pat
         ("dflash", 'x|{"loss_fn": {"ce": 1, "tv": "half"}}', "gives 'tv' the weight 'half'"),
         ("dflash", 'x|{"loss_fn": {"rkl": 1, "reverse_kl": 1}}', "gives 'reverse_kl' the weight"),
         ("dflash", 'x|{"loss_fn": {}}', "has no losses"),
+        ("dflash", 'x|{"loss_fn": {"ce": 0}}', "has no losses"),
         ("dspark", "x|[]", "expected a JSON object"),
         ("dspark", "dspark", "expected '<folder>|<settings as JSON>'"),
     ],
@@ -138,6 +145,54 @@ def test_losses_are_understood_by_name(written: str) -> None:
     (name,) = loss_terms(written)
     assert name in TERMS
     assert loss_terms(json.dumps({written: 0.5})) == loss_terms({written: 0.5}) == {name: 0.5}
+
+
+def test_settings_of_the_other_software_that_change_nothing() -> None:
+    plain = read_case('dflash|{"loss_fn": "ce"}', "dflash")
+    written = {"loss_fn": '{"ce": 1, "tv": 0.0}', "per_position_loss_weight": None, "loss_implementation": "fused"}
+    assert (
+        read_case(f"dflash|{json.dumps(written)}", "dflash")
+        | {
+            "per_position_loss_weight": "fixed-exp-decay",
+            "loss_implementation": "eager",
+        }
+        == plain
+    )
+
+
+def test_mtp_steps_that_a_key_leaves_out(folders: Path) -> None:
+    """They are the folder's, or as many as there are weights."""
+    expected = FURTHER['mtp_2|{"num_speculative_steps": 2}']
+    agree(compute(folders / "mtp_2", INPUTS, "mtp_2|{}"), expected)
+    agree(compute(folders / "mtp", INPUTS, 'mtp|{"step_weights": [0.625, 0.375]}'), expected)
+    with pytest.raises(UsageError, match="step_weights has 1 entries; expected 3"):
+        compute(folders / "mtp", INPUTS, 'mtp|{"step_weights": [1], "num_speculative_steps": 3}')
+
+
+def test_a_verifier_beside_the_inputs_or_behind_a_link(tmp_path: Path) -> None:
+    case = 'mtp|{"num_speculative_steps": 3}'
+    (tmp_path / "link").symlink_to(GOLDEN / "mtp")
+    agree(compute(shutil.copytree(GOLDEN / "mtp", tmp_path / "alone"), INPUTS, case), CASES[case])
+    elsewhere = shutil.copy(INPUTS, tmp_path)
+    agree(compute(tmp_path / "link", Path(elsewhere), case), CASES[case])
+    with pytest.raises(UsageError, match=r"no verifier of .*alone; expected it as "):
+        compute(tmp_path / "alone", Path(elsewhere), case)
+
+
+def test_embeddings_are_frozen_whatever_the_folder_says(tmp_path: Path) -> None:
+    folder, case = build("eagle3", tmp_path), next(iter(CASES))
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | {"embed_requires_grad": True}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    agree(compute(folder, INPUTS, case), CASES[case])
+
+
+@pytest.mark.parametrize("family", SETTINGS)
+def test_where_nothing_counts_all_is_zero(family: str, tmp_path: Path) -> None:
+    inputs = load_file(INPUTS)
+    save_file(inputs | {"loss_mask": torch.zeros_like(inputs["loss_mask"])}, tmp_path / "row.safetensors")
+    found = compute(GOLDEN / family, tmp_path / "row.safetensors", f"{family}|{{}}")
+    expected = next(value for case, value in CASES.items() if case.startswith(f"{family}|"))["grad_norms"]
+    assert (found["loss"], found["grad_norms"]) == (0.0, dict.fromkeys(expected, 0.0))
 
 
 def test_from_the_command_line(tmp_path: Path) -> None:

@@ -89,6 +89,7 @@ def test_rms_norm_is_that_of_transformers() -> None:
 
 @pytest.mark.parametrize("rope", ROPES, ids=lambda rope: f"{rope['rope_type']}-{rope['rope_theta']:g}")
 def test_rotation_is_that_of_transformers(rope: dict) -> None:
+    """Base and type of the rotation are the verifier's (pitfall 5)."""
     table = RotaryTable(decoder(rope=rope))
     config = LlamaConfig(**SIZES, rope_parameters=dict(rope))
     positions = torch.tensor([[0, 1, 700], [5, 63, 64]])
@@ -101,6 +102,7 @@ def test_rotation_is_that_of_transformers(rope: dict) -> None:
 
 @pytest.mark.parametrize("rope", ROPES, ids=lambda rope: f"{rope['rope_type']}-{rope['rope_theta']:g}")
 def test_a_part_of_a_head_is_rotated_as_a_head_of_that_size(rope: dict) -> None:
+    """What is turned is what the config says (pitfall 4)."""
     part = RotaryTable(decoder(rope={**rope, "partial_rotary_factor": 0.5}))
     small = RotaryTable(decoder(rope=rope, head_dim=4))
     positions = torch.arange(5)
@@ -112,6 +114,7 @@ def test_a_part_of_a_head_is_rotated_as_a_head_of_that_size(rope: dict) -> None:
 
 
 def test_yarn_scales_the_rotation() -> None:
+    """Base and type of the rotation are the verifier's (pitfall 5)."""
     cos, sin = RotaryTable(decoder(rope=YARN)).at(torch.tensor([0, 9]), 10, torch.float32)
     factor = 0.1 * math.log(4.0) + 1.0
     torch.testing.assert_close(cos**2 + sin**2, torch.full_like(cos, factor**2))
@@ -160,6 +163,7 @@ def test_a_decoder_layer_is_that_of_transformers(model_type: str, bias: bool) ->
 
 
 def test_a_window_belongs_to_sliding_layers_alone() -> None:
+    """Windows and causality are where the config says (pitfall 12)."""
     config = decoder(
         "qwen3",
         num_hidden_layers=2,

@@ -95,10 +95,11 @@ def test_chunks_equal_the_dense_twin(weights: dict[str, float], chunk_rows: int,
 
 @pytest.mark.parametrize("name", TERMS)
 def test_each_gradient_is_that_of_its_loss(name: str) -> None:
+    """Gradients and modes of training are what they seem (pitfall 27)."""
     generator = torch.Generator().manual_seed(0)
     draft = torch.randn(4, 14, generator=generator, dtype=torch.float64).requires_grad_()
     verifier = torch.randn(4, 14, generator=generator, dtype=torch.float64)
-    pair = Distributions.of_logits(draft.detach(), verifier)
+    pair = Distributions(draft.detach().log_softmax(-1), verifier.log_softmax(-1), verifier.argmax(-1))
     expected = DEFINITIONS[name](draft.softmax(-1), verifier.softmax(-1))
     torch.testing.assert_close(TERMS[name].loss(pair), expected.detach())
     torch.testing.assert_close(TERMS[name].gradient(pair), torch.autograd.grad(expected.sum(), draft)[0])
@@ -108,6 +109,7 @@ def test_each_gradient_is_that_of_its_loss(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in TERMS if name != "lk_hybrid"])
 @pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
 def test_gradients_by_finite_differences(name: str, trained: bool) -> None:
+    """Gradients and modes of training are what they seem (pitfall 27)."""
     hidden, weight, teacher_hidden, teacher_weight = tensors(torch.float64)
     loss = TokenLoss({name: 0.7}, chunk_rows=3)
     low_rank = torch.randn(len(weight), 2, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
@@ -137,6 +139,7 @@ def test_known_values() -> None:
 
 
 def test_large_logits_stay_finite() -> None:
+    """Nothing to learn is a zero and no NaN (pitfall 23)."""
     hidden, draft, teacher_hidden, teacher = tensors()
     hidden = (1e4 * hidden).requires_grad_()
     for weights in MIXTURES:
@@ -213,6 +216,7 @@ def test_draft_rows_in_any_order_and_many_of_one_verifier_row(trained: bool) -> 
 
 @pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
 def test_nothing_to_compare(trained: bool) -> None:
+    """Nothing to learn is a zero and no NaN (pitfall 23)."""
     _, weight, teacher_hidden, teacher_weight = tensors()
     draft, hidden = Head(weight.requires_grad_(trained)), torch.empty(0, 5).requires_grad_()
     none = torch.empty(0, dtype=torch.int64)
@@ -245,6 +249,7 @@ def test_data_cross_entropy_is_torchs(chunk_rows: int, trained: bool) -> None:
 
 
 def test_data_cross_entropy_by_finite_differences() -> None:
+    """Gradients and modes of training are what they seem (pitfall 27)."""
     hidden, weight, *_ = tensors(torch.float64)
     labels = torch.tensor([12, 0, 3, 3, 7, 1, 0, 12])
 
@@ -381,6 +386,7 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
 
 
 def test_verifier_head_is_final_norm_scale_and_softcap() -> None:
+    """States are those before the final norm, and say so (pitfall 1)."""
     weights = verifier_weights()
     states = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
     normed = states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + weights.norm_eps)

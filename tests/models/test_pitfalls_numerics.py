@@ -1,7 +1,8 @@
-"""Faults 1 to 13 of `tests.models.pitfalls`, on every family that they touch: what is read, rotated, normed and meant."""
+"""Faults 1 to 13 of `tests.models.pitfalls`, on every family that they touch: what is read, normed and rotated."""
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -13,9 +14,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from speculators.errors import FormatError, UsageError, VerifierError
+from speculators.errors import FormatError, VerifierError
 from speculators.formats.checkpoint import read_config
 from speculators.formats.tensor_health import is_norm
+from speculators.formats.verifier_weights import VerifierWeights
 from speculators.models import FAMILIES
 from speculators.models.attention_interface import ATTENTION_NAME
 from speculators.models.family import VerifierShape
@@ -24,7 +26,7 @@ from speculators.runtime.llm import LLM
 from speculators.runtime.sampling import SamplingParams
 from speculators.runtime.verifier import Verifier
 from tests.formats.families import faults_of
-from tests.models.by_heart import fresh_speculator, tiny_verifier
+from tests.models.by_heart import tiny_verifier
 from tests.models.contract import contract_of
 from tests.models.drafts import (
     HIDDEN,
@@ -53,13 +55,17 @@ MASKS = [[0, 0, *[1] * 8], [1] * 6]
 
 @every_family
 def test_the_loss_reads_states_through_the_final_norm(family: str) -> None:
-    """The norm takes away how long a state is, which a head without it would see (pitfall 1)."""
-    speculator = draft_of(family)
-    batch = pack(MASKS, row=16, num_aux=len(speculator.draft.aux_layer_ids))
-    once = objective_of(family).step(speculator.draft, batch, verifier_head())
+    """It takes away how long a state is, which a head without it would see, and its gain matters (pitfall 1)."""
+    # An MLP speculator that scales its input takes the length away by itself.
+    speculator = draft_of(family, **({"scale_input": False} if family == "mlp_speculator" else {}))
+    batch, head = pack(MASKS, row=16, num_aux=len(speculator.draft.aux_layer_ids)), verifier_head()
+    once = objective_of(family).step(speculator.draft, batch, head)
+    other_gain = replace(head, norm_weight=head.norm_weight.flip(0))
+    other = objective_of(family).step(speculator.draft, batch, other_gain)
     batch.last_hidden_states *= 7
-    again = objective_of(family).step(speculator.draft, batch, verifier_head())
+    again = objective_of(family).step(speculator.draft, batch, head)
     assert once.loss.item() > 0
+    assert other.loss.item() != pytest.approx(once.loss.item(), rel=1e-3)
     assert again.loss.item() == pytest.approx(once.loss.item(), rel=1e-4)
     for name, count in once.metrics.items():
         assert tuple(again.metrics[name]) == pytest.approx(tuple(count), rel=1e-3), name
@@ -109,7 +115,8 @@ def test_what_training_rotates_is_what_the_saved_config_says(family: str, rope: 
     """A server that reads the config turns whole heads, by these angles (pitfall 4)."""
     written, cos, sin = saved(family, rope, tmp_path)
     assert rope_of(written) == {"rope_type": "default", "rope_theta": 1e4}
-    assert not {"partial_rotary_factor", "mrope_section", "rope_scaling"} & {*written, *written.get("layer", {})}
+    layers = written.get("transformer_layer_config", written)
+    assert not {"partial_rotary_factor", "mrope_section", "rope_scaling"} & layers.keys()
     server = LlamaRotaryEmbedding(LlamaConfig(**LLAMA, rope_parameters=rope_of(written)))
     expected = server(torch.zeros(1), torch.arange(6)[None])
     assert cos.shape == (6, 8)
@@ -193,7 +200,7 @@ def test_ids_are_how_many_layers_ran_for_extraction_and_in_serving(family: str) 
     llm.generate([[1, 2, 3, 4]], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True), use_tqdm=False)
     # Besides the states of a request, [1, T, 3 H], P-EAGLE's projection reads its mask slot.
     states_TAH = torch.cat([states.unflatten(-1, (3, HIDDEN))[0] for states in seen if states.dim() == 3])
-    assert len(states_TAH) >= 8
+    assert len(states_TAH) > 4
     assert torch.equal(states_TAH, torch.tensor(expected)[:, None].expand(3, HIDDEN).expand_as(states_TAH))
 
 
@@ -217,12 +224,9 @@ def test_any_number_of_layers_is_saved_loaded_and_served(family: str, ids: list[
     options = {**contract_of(family).overfit.options, "aux_layer_ids": ids, **whole_vocabulary(family)}
     raw = {**verifier.config.to_dict(), "architectures": ["LlamaForCausalLM"]}
     config = config_of(family, VerifierShape.from_config_dict(raw, "random"), options)
-    weights = fresh_speculator(family, verifier).draft.embed_tokens.weight
-    assert weights.shape == (VOCAB, HIDDEN)
-    from speculators.formats.verifier_weights import VerifierWeights
-
-    Speculator.create(config, VerifierWeights.from_model(verifier.model)).save_pretrained(tmp_path, torch.float32)
-    loaded = Speculator.from_pretrained(tmp_path).attach_verifier(VerifierWeights.from_model(verifier.model))
+    weights = VerifierWeights.from_model(verifier.model)
+    Speculator.create(config, weights).save_pretrained(tmp_path, torch.float32)
+    loaded = Speculator.from_pretrained(tmp_path).attach_verifier(weights)
     assert loaded.config.aux_layer_ids == ids
     assert load_file(tmp_path / "model.safetensors")["fc.weight"].shape == (HIDDEN, len(ids) * HIDDEN)
     params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
@@ -290,19 +294,17 @@ def test_what_an_older_config_leaves_out_is_pinned(family: str) -> None:
 @pytest.mark.parametrize("window", [{}, {"sliding_window": 3}], ids=["full", "window"])
 def test_the_kind_of_mask_that_a_file_says_is_the_one_that_is_used(family: str, window: dict, tmp_path: Path) -> None:
     """Of a block of four after eight tokens, each predicting slot sees others when the flag is flipped (pitfall 12)."""
-    if family == "dspark" and window:
-        # Its layers with a window are causal; without one they are not.
-        flip = {"layer_types": ["full_attention"] * 2, "use_sliding_window": False}
-    else:
-        flip = {"is_causal": True} if family == "dspark" else {}
     speculator = draft_of(family, **window)
     document = pack([[1] * 12], row=12, num_aux=len(speculator.draft.aux_layer_ids))
     speculator.save_pretrained(tmp_path, torch.float32)
     written = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
-    if flip:
-        written["transformer_layer_config"] |= flip
-    else:
+    if family != "dspark":
         written["sliding_window_non_causal"] = not written["sliding_window_non_causal"]
+    elif window:
+        # Its layers with a window are causal; without one they are not.
+        written["transformer_layer_config"] |= {"layer_types": ["full_attention"] * 2, "use_sliding_window": False}
+    else:
+        written["transformer_layer_config"]["is_causal"] = True
     (tmp_path / "config.json").write_text(json.dumps(written), encoding="utf-8")
     flipped = Speculator.from_pretrained(tmp_path).attach_verifier(verifier_weights())
     causal = [[one.config.is_causal(layer) for layer in range(2)] for one in (speculator, flipped)]
@@ -311,9 +313,9 @@ def test_the_kind_of_mask_that_a_file_says_is_the_one_that_is_used(family: str, 
     pairs = list(zip(training_logits(speculator, document), training_logits(flipped, document), strict=True))
     assert len(pairs) == speculator.config.max_speculative_tokens
     for slot, (one, other) in enumerate(pairs):
-        # Row 7 is the block whose anchor is token 8.
-        finite = one[7].isfinite() & other[7].isfinite()
-        assert (one[7] - other[7])[finite].abs().max() > 1e-3, slot
+        # Row 7 is the block whose anchor is token 8; tokens that are no candidates have the logit -inf.
+        difference = one[7].nan_to_num(neginf=0.0) - other[7].nan_to_num(neginf=0.0)
+        assert difference.abs().max() > 1e-3, slot
 
 
 @every_family

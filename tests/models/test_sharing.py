@@ -71,7 +71,7 @@ def started(other: Speculator, **options: Any) -> Speculator:
 
 @pytest.mark.parametrize("family", ["eagle3", "peagle", "dspark", "medusa", "mlp_speculator"])
 def test_a_draft_starts_from_another_of_its_family(family: str) -> None:
-    """Weights and vocabulary map are kept bit for bit, though another seed would draw others."""
+    """Weights and vocabulary map are kept bit for bit, though another seed would draw others (pitfall 33)."""
     other = random_speculator(family)
     speculator = Speculator.create(other.config, verifier_weights(), seed=9, start_from=other)
     tensors = speculator.draft.state_dict()
@@ -112,6 +112,7 @@ def test_another_shape_is_refused_by_the_tensors_name(options: dict[str, Any], m
 
 
 def test_another_vocabulary_or_family_is_refused() -> None:
+    """A vocabulary map stays with its weights (pitfall 33)."""
     other = random_speculator()
     with pytest.raises(FormatError, match="keeps 16 of 40 tokens; the config says 8 of 40"):
         started(other, draft_vocab_size=8)

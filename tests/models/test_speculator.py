@@ -14,6 +14,7 @@ GOLDEN = Path(__file__).parent.parent / "golden"
 
 
 def test_borrowed_embeddings_are_not_saved_and_come_back(tmp_path: Path) -> None:
+    """The verifier's tensors are shared, stored as they are, or left out (pitfall 30)."""
     speculator = random_speculator("dflash")
     speculator.save_pretrained(tmp_path / "out")
     stored = load_file(tmp_path / "out" / "model.safetensors")
@@ -30,6 +31,7 @@ def test_borrowed_embeddings_are_not_saved_and_come_back(tmp_path: Path) -> None
 
 
 def test_a_full_vocabulary_head_is_the_verifiers_and_not_saved(tmp_path: Path) -> None:
+    """The verifier's tensors are shared, stored as they are, or left out (pitfall 30)."""
     speculator = random_speculator("dflash", draft_vocab_size=None)
     assert speculator.vocab.is_full
     assert torch.equal(speculator.draft.lm_head.weight, verifier_weights().lm_head)
@@ -44,7 +46,7 @@ def test_a_full_vocabulary_head_is_the_verifiers_and_not_saved(tmp_path: Path) -
 
 
 def test_what_a_reader_would_leave_uninitialised_is_saved_although_it_is_the_verifiers(tmp_path: Path) -> None:
-    """PyPI's `speculators` fills absent embeddings and heads of EAGLE-3 with whatever memory holds."""
+    """PyPI's `speculators` fills absent embeddings and heads of EAGLE-3 with whatever memory holds (pitfall 30)."""
     weights = verifier_weights()
     speculator = random_speculator("eagle3", draft_vocab_size=None)
     speculator.save_pretrained(tmp_path / "out", dtype=torch.float32)
@@ -54,6 +56,7 @@ def test_what_a_reader_would_leave_uninitialised_is_saved_although_it_is_the_ver
 
 
 def test_own_tensors_of_a_directory_are_kept(tmp_path: Path) -> None:
+    """The verifier's tensors are shared, stored as they are, or left out (pitfall 30)."""
     golden = Speculator.from_pretrained(GOLDEN / "eagle3")
     assert golden.draft.missing_tensors() == []
     own = golden.draft.embed_tokens.weight.clone()
@@ -77,6 +80,7 @@ def test_a_mask_that_is_not_stored_is_derived_from_the_map(tmp_path: Path) -> No
 
 
 def test_a_map_of_absolute_ids_is_refused(tmp_path: Path) -> None:
+    """A map in another form is refused (pitfall 32)."""
     random_speculator().save_pretrained(tmp_path / "out")
     file = tmp_path / "out" / "model.safetensors"
     tensors = load_file(file)
@@ -97,6 +101,7 @@ def test_the_new_draft_takes_frozen_rows_from_the_verifier_and_the_rest_from_the
 
 
 def test_a_vocabulary_of_another_size_is_refused() -> None:
+    """No map is taken for granted; a vocabulary map stays with its weights (pitfall 31 and pitfall 33)."""
     config = random_speculator().config
     with pytest.raises(FormatError, match="keeps 8 of 40 tokens; the config says 16 of 40"):
         Speculator.create(config, verifier_weights(), draft_vocab(8))

@@ -103,7 +103,7 @@ def test_width_of_the_mlp(config: dict[str, Any], expected: int) -> None:
 
 
 def test_rope_of_several_kinds_of_layers_and_axes() -> None:
-    """Pitfalls rows 4 and 5: the base is the verifier's, and what the draft cannot turn by is not copied."""
+    """Pitfall 4 and pitfall 5: the base is the verifier's, and what the draft cannot turn by is not copied."""
     gemma = shape_of(Gemma3Config())
     assert gemma.rope_parameters == {"rope_type": "default", "rope_theta": 1e6}
     partial = shape_of(Gemma4Config())

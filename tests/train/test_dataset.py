@@ -17,6 +17,7 @@ def sample(length: int, first: int = 0) -> Sample:
 
 
 def test_samples_lie_one_after_another_raw_and_unshifted() -> None:
+    """Documents in one row do not know of each other (pitfall 17)."""
     batch = collate([[(4, sample(3, 10)), (7, sample(2, 20))], [(1, sample(4, 30))]], 6)
     assert batch.input_ids.tolist() == [[10, 11, 12, 20, 21], [30, 31, 32, 33, 0]]
     assert batch.loss_mask.tolist() == [[True, False, True, True, False], [True, False, True, False, False]]

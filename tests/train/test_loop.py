@@ -125,6 +125,7 @@ def test_passes_make_the_same_step_however_rows_are_split(tiny_verifier: Path, t
 
 
 def test_frozen_tensors_stay_and_every_trained_one_moves_in_float32(tiny_verifier: Path, tmp_path: Path) -> None:
+    """Master weights are float32 and stay so (pitfall 6)."""
     task = make_task(tiny_verifier)
     before = {name: value.clone() for name, value in task.draft.state_dict().items()}
     train(task, config(compute_dtype="bfloat16"), tmp_path)
@@ -144,6 +145,7 @@ def test_bfloat16_compute_rounds_but_learns_the_same(tiny_verifier: Path, tmp_pa
 
 
 def test_validation_and_measurement_choose_the_checkpoint(tiny_verifier: Path, tmp_path: Path) -> None:
+    """Acceptance is that of prefixes, and chooses the checkpoint (pitfall 28)."""
     measured = iter([1.5, 2.5, 2.0])
     drafts: list[dict[str, torch.Tensor]] = []
 
@@ -205,6 +207,7 @@ def test_a_finished_run_is_not_trained_again(tiny_verifier: Path, tmp_path: Path
 
 
 def test_other_settings_do_not_continue_a_run(tiny_verifier: Path, tmp_path: Path) -> None:
+    """A vocabulary map stays with its weights (pitfall 33)."""
     train(make_task(tiny_verifier), config(), tmp_path)
     with pytest.raises(TrainingError, match="train was"):
         train(make_task(tiny_verifier), config(learning_rate=1e-3), tmp_path)
@@ -266,6 +269,8 @@ def test_a_crash_between_checkpoints_goes_on_from_the_last_one(tiny_verifier: Pa
 
 
 def test_a_measurement_that_casts_the_draft_is_caught(tiny_verifier: Path, tmp_path: Path) -> None:
+    """Master weights are float32 and stay so (pitfall 6)."""
+
     def measure(draft: DraftModel) -> float:
         draft.to(torch.bfloat16)
         return 1.0
@@ -303,6 +308,7 @@ def test_several_processes_are_refused(tiny_verifier: Path, tmp_path: Path) -> N
 
 
 def test_a_row_with_nothing_to_learn_does_no_harm(tiny_verifier: Path, tmp_path: Path) -> None:
+    """Nothing to learn is a zero and no NaN (pitfall 23)."""
     task = make_task(tiny_verifier, lengths=(40, 40))
     samples: Any = task.samples
     samples.samples[1].loss_mask[:] = False

@@ -70,12 +70,14 @@ def test_a_frozen_parameter_is_left_out_and_nothing_to_train_is_an_error() -> No
 
 def test_parameters_in_bfloat16_are_refused() -> None:
     # A step below 2^-9 of a bfloat16 weight of 1 rounds back to 1, so that norms would never move.
+    """Master weights are float32 and stay so (pitfall 6)."""
     layer = nn.Linear(3, 2).to(torch.bfloat16)
     with pytest.raises(TrainingError, match=r"weight is not float32"):
         build_optimizers(layer.named_parameters(), TrainConfig())
 
 
 def test_a_norm_moves_at_a_small_rate() -> None:
+    """Master weights are float32 and stay so (pitfall 6)."""
     norm = nn.RMSNorm(4)
     optimizers = build_optimizers(norm.named_parameters(), TrainConfig(learning_rate=1e-4))
     for _ in range(100):

@@ -51,6 +51,7 @@ def save_steps(checkpoints: CheckpointFolder, scores: dict[int, dict[str, float 
 
 
 def test_everything_comes_back_to_the_bit(tmp_path: Path) -> None:
+    """Master weights are float32 and stay so (pitfall 6)."""
     trainee = Trainee()
     for _ in range(3):
         trainee.step()

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from speculators.errors import TrainingError, UsageError
+from speculators.extract.prepared import PreparedData
 from speculators.models.speculator import Speculator
 from speculators.runtime.llm import LLM
 from speculators.runtime.sampling import SamplingParams
@@ -155,3 +156,23 @@ def test_a_killed_script_goes_on_where_it_was(tiny_verifier: Path, tmp_path: Pat
     lines = log.read_text(encoding="utf-8").splitlines()
     assert state["run"]["step"] == len(lines)
     assert json.loads((Path(recipe.out) / "stages" / "train.json").read_text(encoding="utf-8"))["complete"] is False
+
+
+def test_rows_come_from_folders_and_in_shares(tiny_verifier: Path, tmp_path: Path) -> None:
+    talks = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Nobody knows."}]
+    for name, count in (("folder/deep/a.jsonl", 6), ("b.jsonl", 8)):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        rows = [json.dumps({"messages": talks, "id": f"{name}-{i}"}) + "\n" for i in range(count)]
+        (tmp_path / name).write_text("".join(rows), encoding="utf-8")
+    sources = (str(tmp_path / "folder"), f"{tmp_path / 'b.jsonl'}@0.5")
+    recipe = make_recipe(tiny_verifier, tmp_path, regenerate=RegenerateConfig(), data=DataConfig(train=sources))
+    run = Run(recipe, progress=False)
+    run.run(["prepare-data"])
+    assert len(PreparedData(run.outputs.prepared)) == 10
+    marker = Path(recipe.out) / "stages" / "prepare-data.json"
+    before = marker.read_text(encoding="utf-8")
+    run.run(["prepare-data"])
+    assert marker.read_text(encoding="utf-8") == before
+    (tmp_path / "folder" / "c.jsonl").write_text(json.dumps({"messages": talks}) + "\n", encoding="utf-8")
+    run.run(["prepare-data"])
+    assert len(PreparedData(run.outputs.prepared)) == 11

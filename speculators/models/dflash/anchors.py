@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from speculators.models.draft_model import PackedBatch
+from speculators.errors import TrainingError
+from speculators.models.draft_model import PackedBatch, SampleSource
 from speculators.models.supervision import document_runs
 
 
@@ -70,6 +71,28 @@ class Positions:
             parts.append(start + _some(torch.nonzero(allowed_C[start:end]).squeeze(1), max_anchors))
             start += length
         return torch.cat(parts) if parts else self.token_ids_C.new_empty(0)
+
+
+def require_an_anchor(samples: SampleSource, block_size: int, *, before_answers: bool = False) -> None:
+    """Raise TrainingError where no sample has an anchor (see `Positions.anchors`): nothing would ever be learnt.
+
+    Samples are read up to the first that has one.
+    """
+    longest, supervised_N = -1, torch.empty(0, dtype=torch.int64)
+    for number in range(len(samples)):
+        mask_T = samples[number].loss_mask
+        room = len(mask_T) - block_size
+        if room > 0 and bool(mask_T[: room + before_answers].any()):
+            return
+        if longest < 0 or len(mask_T) > samples.lengths[longest]:
+            longest, supervised_N = number, torch.nonzero(mask_T).flatten()
+    if longest >= 0:
+        first_and_last = f"from {int(supervised_N[0])} to {int(supervised_N[-1])}" if len(supervised_N) else "nowhere"
+        raise TrainingError(
+            f"no block of {block_size} slots finds a place in any of {len(samples)} samples: an anchor is a supervised "
+            f"token with {block_size} tokens after it. The longest, sample {longest} with {samples.lengths[longest]} "
+            f"tokens, is supervised {first_and_last}; take longer samples or a smaller block_size"
+        )
 
 
 def _some(indices: Tensor, count: int) -> Tensor:

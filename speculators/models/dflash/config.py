@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from speculators.formats.config import MAX_SPECULATIVE_TOKENS, DecoderDraftConfig, TensorSpec
-
-LayerId = Annotated[int, Field(ge=0, le=4096)]
+from speculators.formats.config import (
+    MAX_SPECULATIVE_TOKENS,
+    DecoderDraftConfig,
+    LayerIds,
+    TensorSpec,
+    layer_tensors,
+    mask_token_problem,
+)
 
 
 class BlockDraftConfig(DecoderDraftConfig):
@@ -22,8 +27,10 @@ class BlockDraftConfig(DecoderDraftConfig):
     disagree about one.
     """
 
-    aux_hidden_state_layer_ids: list[LayerId] = Field(
-        min_length=1, max_length=1024, description="ascending depths of the verifier whose states the draft reads"
+    layer_ids_key: ClassVar[str] = "aux_hidden_state_layer_ids"
+
+    aux_hidden_state_layer_ids: LayerIds = Field(
+        description="ascending depths of the verifier whose states the draft reads"
     )
     block_size: int = Field(ge=2, le=MAX_SPECULATIVE_TOKENS + 1, description="slots of a block, the anchor included")
     mask_token_id: int = Field(ge=0, le=1 << 24, description="the token that stands for one still to be predicted")
@@ -33,16 +40,11 @@ class BlockDraftConfig(DecoderDraftConfig):
     def disagreements(self) -> Iterator[tuple[str, str]]:
         """Yield the fault (its slug and what it says) of every pair of values that cannot both hold."""
         yield from super().disagreements()
-        layer, ids = self.transformer_layer_config, self.aux_hidden_state_layer_ids
-        if ids != sorted(set(ids)):
-            order = f"expected {sorted(set(ids))}, the order in which engines concatenate the states"
-            yield "layer-ids", f"aux_hidden_state_layer_ids is {ids}; {order}"
+        layer = self.transformer_layer_config
         if layer.model_type != "qwen3":
             text = f"transformer_layer_config.model_type is {layer.model_type!r}; a block drafter's layers are qwen3"
             yield "layer-model-type", text
-        if self.mask_token_id >= layer.vocab_size:
-            text = f"mask_token_id {self.mask_token_id} has no embedding; expected an id below {layer.vocab_size}"
-            yield "mask-token-id", text
+        yield from mask_token_problem(self.mask_token_id, layer.vocab_size)
         if layer.is_causal and self.sliding_window_non_causal:
             text = "transformer_layer_config.is_causal contradicts sliding_window_non_causal; engines heed the first"
             yield "contradiction", f"{text}: remove it"
@@ -53,16 +55,6 @@ class BlockDraftConfig(DecoderDraftConfig):
             )
             text = f"speculative_tokens is {self.num_speculative_tokens}; {slots} predicts {most} tokens"
             yield "tokens-exceed-block", f"{text}: write {most} or fewer"
-
-    @property
-    def aux_layer_ids(self) -> list[int]:
-        """Depths of the verifier whose residual streams feed the draft, ascending."""
-        return self.aux_hidden_state_layer_ids
-
-    @property
-    def has_own_width(self) -> bool:
-        """Whether the verifier's embeddings and head do not fit the draft, so that it has both of its own."""
-        return self.transformer_layer_config.hidden_size != self.verifier_hidden_size
 
     @property
     def first_slot(self) -> int:
@@ -89,19 +81,15 @@ class BlockDraftConfig(DecoderDraftConfig):
         Embeddings, and the head of a full vocabulary, are the verifier's unless the draft is of another width.
         """
         layer = self.transformer_layer_config
-        hidden, features = layer.hidden_size, len(self.aux_layer_ids) * self.verifier_hidden_size
-        own = self.has_own_width
+        hidden = layer.hidden_size
         tensors = {
-            "embed_tokens.weight": TensorSpec((layer.vocab_size, hidden), required=own),
-            "fc.weight": TensorSpec((hidden, features)),
+            "fc.weight": TensorSpec((hidden, self.num_features)),
             "hidden_norm.weight": TensorSpec((hidden,)),
             "norm.weight": TensorSpec((hidden,)),
-            **self.vocabulary_tensors(),
+            **self.vocabulary_tensors(own_embeddings=self.has_own_width),
         }
-        head = tensors["lm_head.weight"]
-        tensors["lm_head.weight"] = head._replace(required=head.required or own)
         for index in range(layer.num_hidden_layers):
-            tensors |= self.layer_tensors(index)
+            tensors |= layer_tensors(layer, index, output_bias=self.output_bias)
         return tensors
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from speculators.errors import UsageError
 from speculators.formats.config import MAX_SPECULATIVE_TOKENS
-from speculators.formats.faults import refused_as_format_error
-from speculators.models.decoder_choices import DecoderChoices, speculators_block
+from speculators.models.choices import DecoderChoices, completed, mask_token
 from speculators.models.dflash.config import BlockDraftConfig, DFlashConfig
 from speculators.models.family import VerifierShape
 
@@ -34,10 +33,10 @@ class BlockChoices(DecoderChoices):
 
     `mask_token_id` defaults to the last row of the verifier's embeddings, which in most verifiers no text contains.
     `layer_types` says for each layer whether it has the window `sliding_window`; by default all have it where it is
-    set. The number of speculative tokens follows from `block_size` and `sample_from_anchor`.
+    set. The number of speculative tokens follows from `block_size` and `sample_from_anchor`. A family's further options
+    are keys of its config, of the same names.
     """
 
-    algorithm: ClassVar[str]
     config_type: ClassVar[type[BlockDraftConfig]]
 
     num_layers: int = Field(default=5, ge=1, le=64)
@@ -55,33 +54,19 @@ class BlockChoices(DecoderChoices):
         Raises UsageError for a choice that contradicts the verifier or another choice, FormatError for what no config
         can say, such as a rotation of the verifier's that no draft can follow (give `rope_parameters` then).
         """
-        layers = verifier.num_hidden_layers
-        mask_token_id = verifier.vocab_size - 1 if self.mask_token_id is None else self.mask_token_id
-        if mask_token_id >= verifier.vocab_size:
-            raise UsageError(
-                f"mask_token_id is {mask_token_id}; expected an id below {verifier.vocab_size}, the rows of the "
-                "verifier's embeddings"
-            )
-        num_tokens = self.block_size - (0 if self.sample_from_anchor else 1)
-        own_width = self.hidden_size not in (None, verifier.hidden_size)
-        with refused_as_format_error(f"a draft of this shape for {verifier.name_or_path}"):
-            return self.config_type(
-                speculators_config=speculators_block(self.algorithm, num_tokens, verifier),
-                transformer_layer_config=self.decoder(verifier, self._checked_layer_types()),
-                target_hidden_size=verifier.hidden_size if own_width else None,
-                dtype="bfloat16",
-                draft_vocab_size=self.reduced_vocabulary(verifier),
-                aux_hidden_state_layer_ids=self.checked_layer_ids(spread_layer_ids(self.num_layers, layers), layers),
-                block_size=self.block_size,
-                mask_token_id=mask_token_id,
-                sample_from_anchor=self.sample_from_anchor,
-                sliding_window_non_causal=self.sliding_window_non_causal,
-                **self.family_keys(),
-            )
-
-    def family_keys(self) -> dict[str, Any]:
-        """Keys of the config that only this family has."""
-        return {}
+        default = spread_layer_ids(self.num_layers, verifier.num_hidden_layers)
+        return completed(
+            self.config_type,
+            self.block_size - (0 if self.sample_from_anchor else 1),
+            verifier,
+            **self.decoder_fields(verifier, self._checked_layer_types()),
+            aux_hidden_state_layer_ids=self.checked_layer_ids(default, verifier),
+            block_size=self.block_size,
+            mask_token_id=mask_token(self.mask_token_id, verifier),
+            sample_from_anchor=self.sample_from_anchor,
+            sliding_window_non_causal=self.sliding_window_non_causal,
+            **self.model_dump(exclude=set(BlockChoices.model_fields)),
+        )
 
     def _checked_layer_types(self) -> list[str] | None:
         if self.layer_types is None:
@@ -99,11 +84,4 @@ class BlockChoices(DecoderChoices):
 class DFlashDraft(BlockChoices):
     """The shape of a DFlash draft: `BlockChoices`, and nothing besides."""
 
-    algorithm = "dflash"
     config_type = DFlashConfig
-
-    def resolve(self, verifier: VerifierShape) -> DFlashConfig:
-        """`BlockChoices.resolve`, as a DFlash config."""
-        config = super().resolve(verifier)
-        assert isinstance(config, DFlashConfig)
-        return config

@@ -7,21 +7,21 @@ positions of a packed batch, A blocks, S slots of a block, N key heads, E head s
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from speculators.errors import SpeculatorsError
-from speculators.models.cache import SlotCache, SlotWrite, attend
+from speculators.models.cache import SlotWrite, attend
+from speculators.models.decoder_draft import DecoderDraftModel
 from speculators.models.dflash.blocks import BlockMask, BlockPlan, block_attention
 from speculators.models.dflash.config import BlockDraftConfig
-from speculators.models.draft_model import DraftContext, DraftModel, DraftSampler, Proposal
+from speculators.models.draft_model import DraftContext, DraftSampler, Proposal
 from speculators.models.layers import DecoderLayer, RMSNorm, RotaryTable, SkinnyLinear
-from speculators.models.proposing import at_last
+from speculators.models.proposing import Drafts, at_last, aux_states
 
 # What a layer calls with its attention's input [A, S, H], to get the attended heads [A, S, Q, E].
 Attend = Callable[[Tensor], Tensor]
@@ -58,7 +58,7 @@ class BlockLayer(DecoderLayer):
         return self.finish(residual, attend(inputs))
 
 
-class DFlashModel(DraftModel):
+class DFlashModel(DecoderDraftModel):
     """A block drafter; embeddings and head are the verifier's and frozen, unless the draft is of another width.
 
     A family that builds on it gives its own layers (`layer_type`), its own way from slot states to tokens (`choose`),
@@ -69,38 +69,15 @@ class DFlashModel(DraftModel):
     layer_type: ClassVar[type[BlockLayer]] = BlockLayer
 
     def __init__(self, config: BlockDraftConfig) -> None:
-        super().__init__(config)
         decoder = config.transformer_layer_config
-        hidden, vocab, draft_vocab = decoder.hidden_size, decoder.vocab_size, config.draft_vocab_size
-        self.fc = SkinnyLinear(len(config.aux_layer_ids) * config.verifier_hidden_size, hidden, bias=False)
+        super().__init__(config, decoder)
+        hidden, own = decoder.hidden_size, config.has_own_width
+        self.fc = SkinnyLinear(config.num_features, hidden, bias=False)
         self.hidden_norm = RMSNorm(hidden, decoder.rms_norm_eps)
-        self.layers: nn.ModuleList = nn.ModuleList(
-            self.layer_type(config, index) for index in range(decoder.num_hidden_layers)
-        )
+        self.layers = nn.ModuleList(self.layer_type(config, index) for index in range(decoder.num_hidden_layers))
         self.norm = RMSNorm(hidden, decoder.rms_norm_eps)
-        # The verifier's are without storage until a checkpoint or the verifier gives them their values.
-        own = config.has_own_width
-        self.embed_tokens = nn.Embedding(vocab, hidden, device=None if own else "meta").requires_grad_(own)
-        self.lm_head = SkinnyLinear(hidden, draft_vocab, bias=False, device=None if own else "meta")
-        self.lm_head.requires_grad_(own)
-        self.d2t: Tensor | None
-        self.t2d: Tensor | None
-        reduced = draft_vocab < vocab
-        self.register_buffer("d2t", torch.zeros(draft_vocab, dtype=torch.int64) if reduced else None)
-        self.register_buffer("t2d", torch.zeros(vocab, dtype=torch.bool) if reduced else None)
+        self.add_vocabulary(config.draft_vocab_size, own=own, trained_embeddings=own)
         self.rotary = RotaryTable(decoder)
-
-    def reset_parameters(self, generator: torch.Generator) -> None:
-        """Draw every trained matrix from N(0, initializer_range²); norms start at 1, biases at 0."""
-        deviation = self.config.transformer_layer_config.initializer_range
-        for name, parameter in self.named_parameters():
-            if parameter.is_meta or not parameter.requires_grad:
-                continue
-            with torch.no_grad():
-                if parameter.dim() > 1:
-                    parameter.normal_(0.0, deviation, generator=generator)
-                else:
-                    parameter.fill_(0.0 if name.endswith("bias") else 1.0)
 
     def combine(self, aux_hidden_states: Tensor) -> Tensor:
         """Aux states [..., A*H] -> context states [..., H], of which every layer makes its keys and values."""
@@ -115,8 +92,7 @@ class DFlashModel(DraftModel):
         """Anchors (verifier ids, int64) and `num_slots` - 1 mask tokens each -> embeddings [A, S, H]."""
         ids_AS = anchor_ids_A[:, None].repeat(1, num_slots)
         ids_AS[:, 1:] = self.config.mask_token_id
-        embeds: Tensor = self.embed_tokens(ids_AS)
-        return embeds.to(self.fc.weight.dtype)
+        return self.embed(ids_AS)
 
     def forward(self, inputs: BlockInputs) -> Tensor:
         """Fill the blocks of packed documents; returns the states [A, S, H] that `lm_head` reads, S = block size."""
@@ -130,46 +106,30 @@ class DFlashModel(DraftModel):
         normed: Tensor = self.norm(hidden_ASH)
         return normed
 
-    def make_cache(self, num_slots: int) -> SlotCache:
-        """An empty cache of this model's keys and values for `num_slots` requests."""
-        return SlotCache(len(self.layers), num_slots, dtype=self.dtype, device=self.device)
-
     @torch.no_grad()
     def propose(self, context: DraftContext, num_tokens: int, sampler: DraftSampler) -> Proposal:
         """Bring the cache in step with the verified tokens and fill one block of `num_tokens` tokens after them."""
-        most = self.config.max_speculative_tokens
-        if num_tokens > most:
-            raise SpeculatorsError(
-                f"{num_tokens} draft tokens asked for; a block of {self.config.block_size} slots predicts {most} of "
-                "them: ask for fewer, or train a draft with larger blocks"
-            )
+        drafts = Drafts(self, sampler, num_tokens)
         self._remember(context)
-        lengths_B = torch.tensor([num_tokens if length else 0 for length in context.lengths], device=self.device)
-        if not num_tokens:
-            return Proposal(context.token_ids_BT.new_empty(len(context.starts), 0), lengths_B)
-        anchor_ids_B = at_last(context.token_ids_BT, context)
-        first, num_slots = self.config.first_slot, self._slots_for(num_tokens)
-        served = _ServedBlocks(self, context, num_slots)
-        states_BSH = self.fill(self.embed_blocks(anchor_ids_B, num_slots), served.attend)
-        proposal = self.choose(states_BSH[:, : first + num_tokens], anchor_ids_B, sampler)
-        return replace(proposal, lengths_B=lengths_B)
+        if num_tokens:
+            anchor_ids_B, num_slots = at_last(context.token_ids_BT, context), self._slots_for(num_tokens)
+            served = _ServedBlocks(self, context, num_slots)
+            states_BSH = self.fill(self.embed_blocks(anchor_ids_B, num_slots), served.attend)
+            first = self.config.first_slot
+            confidence_BK = self.choose(states_BSH[:, : first + num_tokens], anchor_ids_B, drafts)
+            return drafts.proposal(context, confidence_BK)
+        return drafts.proposal(context)
 
-    def choose(self, states_BSH: Tensor, anchor_ids_B: Tensor, sampler: DraftSampler) -> Proposal:
-        """Sample a token from each slot that predicts one, left to right; the anchors, verifier ids, stand before."""
-        logits_BKD = self.lm_head(states_BSH[:, self.config.first_slot :])
-        chosen = [sampler(logits_BKD[:, step], step) for step in range(logits_BKD.shape[1])]
-        probs = [probs_BD for _, probs_BD in chosen if probs_BD is not None]
-        return Proposal(
-            torch.stack([self.verifier_id(ids_B) for ids_B, _ in chosen], 1),
-            anchor_ids_B.new_full(anchor_ids_B.shape, len(chosen)),
-            torch.stack(probs, 1) if probs else None,
-        )
+    def choose(self, states_BSH: Tensor, anchor_ids_B: Tensor, drafts: Drafts) -> Tensor | None:
+        """Draw a token from each slot that predicts one, left to right; the anchors, verifier ids, stand before.
 
-    def verifier_id(self, draft_ids: Tensor) -> Tensor:
-        """The verifier's ids, int64, of draft ids."""
-        return draft_ids if self.d2t is None else draft_ids + self.d2t[draft_ids]
+        Returns how likely each is to be accepted, [B, K], where the family can tell.
+        """
+        for logits_BD in self.lm_head(states_BSH[:, self.config.first_slot :]).unbind(1):
+            drafts.draw(logits_BD)
+        return None
 
-    def blocks(self) -> list[BlockLayer]:
+    def blocks(self) -> Sequence[BlockLayer]:
         """The layers, in order."""
         return cast(list[BlockLayer], list(self.layers))
 
@@ -180,9 +140,7 @@ class DFlashModel(DraftModel):
 
     def _remember(self, context: DraftContext) -> None:
         """Write keys and values of the newly verified positions, over those that a block left there."""
-        if context.aux_hidden_states_BTX is None:
-            raise SpeculatorsError(f"this draft reads the verifier's states {self.aux_layer_ids}; none were given")
-        states_BTH = self.combine(context.aux_hidden_states_BTX)
+        states_BTH = self.combine(aux_states(context, self))
         write = SlotWrite.at(context.rows, context.starts, states_BTH.shape[1], states_BTH.device)
         cos, sin = self.rotary.at(write.positions_BT, write.end, states_BTH.dtype)
         for index in range(len(self.layers)):
@@ -225,8 +183,7 @@ class _ServedBlocks:
 
     def __init__(self, model: DFlashModel, context: DraftContext, num_slots: int) -> None:
         self.model, self.cache = model, context.cache
-        starts = [start + length for start, length in zip(context.starts, context.lengths, strict=True)]
-        self.write = SlotWrite.at(context.rows, starts, num_slots, model.device)
+        self.write = SlotWrite.at(context.rows, context.ends, num_slots, model.device)
         self.rotation = model.rotary.at(self.write.positions_BT, self.write.end, model.dtype)
 
     def attend(self, index: int, states_BSH: Tensor) -> Tensor:

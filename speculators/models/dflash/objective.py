@@ -6,18 +6,19 @@ Shape suffixes as in `supervision`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator
+from pydantic import Field, PrivateAttr
 from torch import Tensor, nn
 
-from speculators.models.dflash.anchors import Positions
+from speculators.models.dflash.anchors import Positions, require_an_anchor
 from speculators.models.dflash.model import DFlashModel
-from speculators.models.dflash.supervision import Supervision, TeacherHead, block_metrics, compare
-from speculators.models.draft_model import Objective, PackedBatch, StepOutput
+from speculators.models.dflash.supervision import Supervision, block_metrics, compare
+from speculators.models.draft_model import PackedBatch, SampleSource, StepOutput
 from speculators.models.family import Count
 from speculators.models.losses import Head, TokenLoss, TokenLosses, VerifierHead
+from speculators.models.objective import LossTerms, TeacherHead, TrainingObjective, unwrapped
 from speculators.models.position_weights import dpace, exponential_decay
 
 
@@ -33,7 +34,7 @@ class TokenMeans:
     terms: dict[str, Tensor]
 
 
-class DFlashObjective(BaseModel, Objective):
+class DFlashObjective(TrainingObjective):
     """The knobs of training a block drafter, and its training step.
 
     `max_anchors` blocks a document at most, see `Positions.anchors`; `anchors_before_answers` allows them at the token
@@ -44,11 +45,9 @@ class DFlashObjective(BaseModel, Objective):
     slots have logits at a time.
     """
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
     max_anchors: int = Field(default=512, ge=1)
     anchors_before_answers: bool = False
-    loss: dict[str, float] = Field(default={"kl_div": 1.0})
+    loss: LossTerms = Field(default={"kl_div": 1.0})
     position_weights: Literal["exponential", "dpace"] = "exponential"
     decay_gamma: float = Field(default=4.0, gt=0)
     dpace_alpha: float = Field(default=0.5, ge=0, le=1)
@@ -56,11 +55,10 @@ class DFlashObjective(BaseModel, Objective):
 
     _teacher: TeacherHead = PrivateAttr(default_factory=TeacherHead)
 
-    @field_validator("loss")
-    @classmethod
-    def _known_terms(cls, value: dict[str, float]) -> dict[str, float]:
-        TokenLoss(value)
-        return value
+    def begin(self, draft: nn.Module, samples: SampleSource, verifier_head: VerifierHead) -> None:
+        """Refuse samples none of which has room for a block; see `anchors.require_an_anchor`."""
+        block_size = unwrapped(draft, DFlashModel).config.block_size
+        require_an_anchor(samples, block_size, before_answers=self.anchors_before_answers)
 
     def step(self, draft: nn.Module, batch: PackedBatch, verifier_head: VerifierHead) -> StepOutput:
         """Loss and counts of one raw, unshifted batch.
@@ -68,16 +66,12 @@ class DFlashObjective(BaseModel, Objective):
         The loss is the weighted sum of the token losses of all slots that count, divided by their number; `loss` counts
         that sum and number, `ce_loss` and `tv_loss` those of a mixture's terms. See `block_metrics` for other counts.
         """
-        model = cast(DFlashModel, getattr(draft, "module", draft))
+        model = unwrapped(draft, DFlashModel)
         supervision = self.supervise(model, batch)
         states_AJH = draft(supervision.inputs)[:, model.config.first_slot :]
         states_NH = states_AJH[supervision.counted_AJ]
         tokens = self.token_means(model, supervision, states_NH, Head(model.lm_head.weight), verifier_head)
         return StepOutput(tokens.loss, self.counts(model, supervision, tokens, tokens.loss))
-
-    def acceptance_length(self, metrics: dict[str, Count]) -> float:
-        """Tokens that a verification of greedy drafts emits: `eal`, and 1 where no block was seen."""
-        return max(metrics["eal"].rate, 1.0)
 
     def supervise(self, model: DFlashModel, batch: PackedBatch) -> Supervision:
         """Draw the anchors of this step; documents too short for one are left out."""
@@ -133,6 +127,6 @@ class DFlashObjective(BaseModel, Objective):
     ) -> dict[str, Count]:
         """`block_metrics`, the whole `loss` of the step, and the terms of a mixture."""
         found = block_metrics(supervision, tokens.losses, model.config.first_slot)
-        size = found["full_acc"].count
+        size = found["position_acc"].count
         means = {"loss": loss} | {f"{name}_loss": mean for name, mean in tokens.terms.items()}
         return {name: Count(mean.item() * size, size) for name, mean in means.items()} | found

@@ -2,22 +2,22 @@
 
 Of a block with anchor a, predicting slot j (from 0) predicts token a + j + 1, as the verifier did at token a + j. Shape
 suffixes: C context positions, A blocks, J predicting slots of a block, N those of all blocks that count, M verifier
-states that they are compared with, H hidden, D draft vocabulary.
+states that they are compared with, H hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from speculators.models.dflash.anchors import Positions
 from speculators.models.dflash.config import BlockDraftConfig
-from speculators.models.dflash.model import BlockInputs, DFlashModel
+from speculators.models.dflash.model import BlockInputs
 from speculators.models.family import Count
 from speculators.models.losses import Head, TokenLoss, TokenLosses, VerifierHead
+from speculators.models.supervision import acceptance_counts, acceptance_metrics
 
 # Keeps a batch in which nothing counts from dividing by zero.
 EPSILON = 1e-5
@@ -65,29 +65,10 @@ class Supervision:
         full_AJ = values_N.new_zeros(self.counted_AJ.shape)
         return full_AJ.masked_scatter(self.counted_AJ, values_N)
 
-    def mean(self, values_AJ: Tensor, weights: Tensor) -> Tensor:
-        """sum of weights * values over the slots that count, divided by their number (not by the weights' sum)."""
+    def mean(self, values_AJ: Tensor, weights: Tensor, epsilon: float = EPSILON) -> Tensor:
+        """sum of weights * values over the slots that count, by their number + `epsilon` (not by the weights' sum)."""
         counted_AJ = self.counted_AJ.to(values_AJ.dtype)
-        return (values_AJ * weights * counted_AJ).sum() / (counted_AJ.sum() + EPSILON)
-
-
-class TeacherHead:
-    """The verifier's head over the draft vocabulary, cut out once for all steps."""
-
-    def __init__(self) -> None:
-        self._known: tuple[VerifierHead, Tensor, Head] | None = None
-
-    def over_draft_vocabulary(self, model: DFlashModel, verifier_head: VerifierHead) -> Head:
-        """The head to compare with; the draft's own frozen weight where it is the same numbers, to keep one copy."""
-        own = model.lm_head.weight
-        if self._known is not None and self._known[0] is verifier_head and self._known[1] is own:
-            return self._known[2]
-        ids_D = model.verifier_ids_D
-        head = verifier_head.head if ids_D is None else verifier_head.restricted(ids_D).head
-        if not own.requires_grad and torch.equal(head.weight.to(own.dtype), own):
-            head = replace(head, weight=own.detach())
-        self._known = verifier_head, own, head
-        return head
+        return (values_AJ * weights * counted_AJ).sum() / (counted_AJ.sum() + epsilon)
 
 
 def compare(
@@ -111,30 +92,36 @@ def prefix_lengths(accepted_AJ: Tensor) -> Tensor:
 def block_metrics(supervision: Supervision, losses: TokenLosses, first_slot: int) -> dict[str, Count]:
     """Counts of one batch from the losses of the slots that count.
 
-    `full_acc` and `position_k_acc`: slots (of number k in their block) whose likeliest token is the verifier's, of
-    those that count. `eal`: expected accepted length for greedy drafts, one more than a block's first right slots, over
-    blocks. `accept_rate` and `accept_len`: the same for drafts drawn from the draft's distribution, which a verifier
-    accepts with probability 1 - total variation.
+    `position_acc` and `position_k_acc`: slots (of number k in their block) whose likeliest token is the verifier's, of
+    those that count. `accept_rate`: the same for drafts drawn from the draft's distribution, which a verifier accepts
+    with probability 1 - total variation, and `accept_len`: tokens that a verification of a block of such drafts emits.
+    `greedy_metrics` has the counts of greedy drafts.
     """
     assert losses.total_variation is not None
-    counted_AJ = supervision.counted_AJ
-    hits_AJ = supervision.spread((losses.draft_argmax == losses.verifier_argmax).float())
+    counted_AJ, hits_N = supervision.counted_AJ, losses.draft_argmax == losses.verifier_argmax
     accepted_AJ = supervision.spread(1 - losses.total_variation.float())
-    blocks = len(counted_AJ)
-    sums = [hits_AJ.sum(), accepted_AJ.sum(), prefix_lengths(accepted_AJ).sum(), prefix_lengths(hits_AJ).sum()]
-    totals = torch.cat((torch.stack(sums), counted_AJ.sum(0), hits_AJ.sum(0))).tolist()
-    (hits, accepted, accept_len, eal), by_slot = totals[:4], totals[4:]
+    by_slot = torch.cat((counted_AJ.sum(0), supervision.spread(hits_N).sum(0))).tolist()
+    accepted, accept_len = torch.stack((accepted_AJ.sum(), prefix_lengths(accepted_AJ).sum())).tolist()
     slots = len(by_slot) // 2
+    pairs = list(zip(by_slot[slots:], by_slot[:slots], strict=True))
     size = sum(by_slot[:slots])
     found = {
         "accept_rate": Count(accepted, size),
-        "accept_len": Count(accept_len, blocks),
-        "eal": Count(eal, blocks),
-        "full_acc": Count(hits, size),
+        "accept_len": Count(accept_len, len(counted_AJ)),
+        "position_acc": Count(sum(by_slot[slots:]), size),
     }
-    return found | _by_slot(by_slot[slots:], by_slot[:slots], first_slot)
+    by_position = {f"position_{slot}_acc": Count(*pair) for slot, pair in enumerate(pairs, first_slot)}
+    return found | by_position | greedy_metrics(supervision, hits_N)
 
 
-def _by_slot(sums: Sequence[float], counts: Sequence[float], first_slot: int) -> dict[str, Count]:
-    pairs = enumerate(zip(sums, counts, strict=True), first_slot)
-    return {f"position_{slot}_acc": Count(right, count) for slot, (right, count) in pairs}
+def greedy_metrics(supervision: Supervision, hits_N: Tensor) -> dict[str, Count]:
+    """Counts of greedy drafts, of which `hits_N` bool says whether a slot that counts proposes the verifier's token.
+
+    `full_acc_j` and `cond_acc_j` as of `supervision.acceptance_metrics`, j counting the slots that predict from 0.
+    `eal`: expected accepted length over blocks, one more than a block's first right slots; a slot that does not count
+    ends them.
+    """
+    counted_JA, hits_AJ = supervision.counted_AJ.T, supervision.spread(hits_N)
+    counts = acceptance_counts(hits_AJ.T[counted_JA], counted_JA)
+    eal = Count(float(prefix_lengths(hits_AJ.long()).sum()), len(hits_AJ))
+    return {"eal": eal} | acceptance_metrics(counts)

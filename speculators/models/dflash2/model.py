@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from speculators.models.dflash.config import BlockDraftConfig
 from speculators.models.dflash.model import Attend, BlockLayer, DFlashModel
 from speculators.models.dflash2.config import DFlash2Config
-from speculators.models.draft_model import DraftSampler, Proposal
 from speculators.models.layers import SkinnyLinear
+from speculators.models.proposing import Drafts
 
 
 class GroupedDynamicCausalConv(nn.Module):
@@ -116,23 +116,15 @@ class DFlash2Model(DFlashModel):
             if isinstance(module, GroupedDynamicCausalConv):
                 module.reset_parameters()
 
-    def choose(self, states_BSH: Tensor, anchor_ids_B: Tensor, sampler: DraftSampler) -> Proposal:
-        """Walk left to right: of each slot's candidates, sample one by its logit and how well it follows the last.
+    def choose(self, states_BSH: Tensor, anchor_ids_B: Tensor, drafts: Drafts) -> None:
+        """Walk left to right: of each slot's candidates, draw one by its logit and how well it follows the last.
 
         Tokens that are no candidates have the logit -inf.
         """
-        states_BKH = states_BSH[:, self.config.first_slot :]
-        previous_B, drafts, probs = anchor_ids_B, [], []
+        states_BKH, previous_B = states_BSH[:, self.config.first_slot :], anchor_ids_B
         best = self.lm_head(states_BKH).topk(self.config.selector_top_k)
         for step in range(states_BKH.shape[1]):
             candidates_BC, unary_BC = best.indices[:, step], best.values[:, step]
             scores_BC = unary_BC + self.candidate_selector(states_BKH[:, step], previous_B, candidates_BC)
             logits_BD = scores_BC.new_full((len(scores_BC), self.config.draft_vocab_size), float("-inf"))
-            previous_B, probs_BD = sampler(logits_BD.scatter_(-1, candidates_BC, scores_BC), step)
-            drafts.append(previous_B)
-            probs.extend([] if probs_BD is None else [probs_BD])
-        return Proposal(
-            torch.stack(drafts, 1),
-            anchor_ids_B.new_full(anchor_ids_B.shape, len(drafts)),
-            torch.stack(probs, 1) if probs else None,
-        )
+            previous_B = drafts.draw(logits_BD.scatter_(-1, candidates_BC, scores_BC))

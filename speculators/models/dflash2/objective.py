@@ -15,11 +15,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from speculators.models.dflash.objective import DFlashObjective
-from speculators.models.dflash.supervision import Supervision, prefix_lengths
+from speculators.models.dflash.supervision import Supervision, greedy_metrics
 from speculators.models.dflash2.model import DFlash2Model
 from speculators.models.draft_model import PackedBatch, StepOutput
 from speculators.models.family import Count
 from speculators.models.losses import Head, VerifierHead
+from speculators.models.objective import unwrapped
 
 
 @dataclass
@@ -81,12 +82,12 @@ class DFlash2Objective(DFlashObjective):
         """Loss and counts of one raw, unshifted batch.
 
         The loss is the block drafter's plus `selector_weight` times the selector's, weighed by the same rule and with
-        the same divisor. Counts are the block drafter's, of the logits without the selector, but for `eal`, which is of
-        what the selector chooses after its own choices; `unary_eal` is of the logits. Besides, `unary_loss` and
-        `selector_loss`; `candidate_recall`, slots among whose candidates is the verifier's likeliest token; and
-        `selector_acc`, those of them where it is chosen after the data's token.
+        the same divisor. Counts are the block drafter's, of the logits without the selector, but for `greedy_metrics`,
+        which are of what the selector chooses after its own choices; `unary_eal` is of the logits. Besides,
+        `unary_loss` and `selector_loss`; `candidate_recall`, slots among whose candidates is the verifier's likeliest
+        token; and `selector_acc`, those of them where it is chosen after the data's token.
         """
-        model = cast(DFlash2Model, getattr(draft, "module", draft))
+        model = unwrapped(draft, DFlash2Model)
         supervision = self.supervise(model, batch)
         states_AJH = draft(supervision.inputs)[:, model.config.first_slot :]
         states_NH = states_AJH[supervision.counted_AJ]
@@ -103,14 +104,13 @@ def selector_counts(
     supervision: Supervision, selector: SelectorLosses, unary_loss: Tensor, selector_loss: Tensor
 ) -> dict[str, Count]:
     """The counts of a step that only this family has."""
-    eal = prefix_lengths(supervision.spread(selector.followed_N.float())).sum()
-    sums = [unary_loss.detach(), selector_loss.detach(), selector.recalled_N.sum(), selector.chosen_N.sum(), eal]
-    unary, selected, recalled, chosen, total = torch.stack(sums).tolist()
+    sums = [unary_loss.detach(), selector_loss.detach(), selector.recalled_N.sum(), selector.chosen_N.sum()]
+    unary, selected, recalled, chosen = torch.stack(sums).tolist()
     size = len(selector.loss_N)
     return {
         "unary_loss": Count(unary * size, size),
         "selector_loss": Count(selected * size, size),
         "candidate_recall": Count(recalled, size),
         "selector_acc": Count(chosen, recalled),
-        "eal": Count(total, len(supervision.counted_AJ)),
+        **greedy_metrics(supervision, selector.followed_N),
     }

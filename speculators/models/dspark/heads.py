@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from speculators.models.dspark.config import MarkovKind
-from speculators.models.layers import SkinnyLinear
+from speculators.models.layers import SkinnyLinear, draw_parameters
 
 
 class MarkovHead(nn.Module):
@@ -47,13 +47,8 @@ class MarkovHead(nn.Module):
 
     def reset_parameters(self, deviation: float, generator: torch.Generator) -> None:
         """Draw matrices from N(0, deviation²); biases and W2 start at 0, so that a fresh head adds nothing."""
-        with torch.no_grad():
-            for parameter in self.parameters():
-                if parameter.dim() > 1:
-                    parameter.normal_(0.0, deviation, generator=generator)
-                else:
-                    parameter.zero_()
-            self.markov_w2.weight.zero_()
+        draw_parameters(self.named_parameters(), deviation, generator)
+        nn.init.zeros_(self.markov_w2.weight)
 
 
 class GatedMarkovHead(MarkovHead):
@@ -132,6 +127,4 @@ class ConfidenceHead(nn.Module):
 
     def reset_parameters(self, deviation: float, generator: torch.Generator) -> None:
         """Draw the weight from N(0, deviation²); the bias starts at 0."""
-        with torch.no_grad():
-            self.proj.weight.normal_(0.0, deviation, generator=generator)
-            self.proj.bias.zero_()
+        draw_parameters(self.named_parameters(), deviation, generator)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from speculators.models.dflash.model import DFlashModel
-from speculators.models.draft_model import DraftSampler, Proposal
 from speculators.models.dspark.config import DSparkConfig
 from speculators.models.dspark.heads import MARKOV_HEADS, ConfidenceHead
+from speculators.models.proposing import Drafts
 
 
 class DSparkModel(DFlashModel):
@@ -54,35 +54,25 @@ class DSparkModel(DFlashModel):
         embeds_ASR = self.markov_head.embed(previous_AS)
         return embeds_ASR[:, first:], self.markov_head(states_ASH, embeds_ASR)[:, first:]
 
-    def choose(self, states_BSH: Tensor, anchor_ids_B: Tensor, sampler: DraftSampler) -> Proposal:
-        """Sample left to right, each slot from logits biased by the token before it, which is an id of the verifier's.
+    def choose(self, states_BSH: Tensor, anchor_ids_B: Tensor, drafts: Drafts) -> Tensor | None:
+        """Draw left to right, each slot from logits biased by the token before it, which is an id of the verifier's.
 
-        `confidence_BK` of the proposal is how likely each token is to be accepted, given that those before it were;
-        calibrated where the config has temperatures, None without a confidence head.
+        Returns how likely each token is to be accepted, given that those before it were, [B, K] float32: calibrated
+        where the config has temperatures, None without a confidence head.
         """
         first, previous_B, state = self.config.first_slot, anchor_ids_B, None
         if first:
             _, state = self.markov_head.step(states_BSH[:, 0], self.markov_head.embed(anchor_ids_B), None)
         states_BKH = states_BSH[:, first:]
         logits_BKD = self.lm_head(states_BKH)
-        ids: list[Tensor] = []
-        probs: list[Tensor] = []
         certainty: list[Tensor] = []
         for step in range(states_BKH.shape[1]):
             hidden_BH, embeds_BR = states_BKH[:, step], self.markov_head.embed(previous_B)
             vector_BR, state = self.markov_head.step(hidden_BH, embeds_BR, state)
             if self.confidence_head is not None:
                 certainty.append(self.confidence_head(hidden_BH, embeds_BR))
-            draft_ids_B, probs_BD = sampler(logits_BKD[:, step] + self.markov_head.bias(vector_BR), step)
-            previous_B = self.verifier_id(draft_ids_B)
-            ids.append(previous_B)
-            probs.extend([] if probs_BD is None else [probs_BD])
-        return Proposal(
-            torch.stack(ids, 1),
-            anchor_ids_B.new_full(anchor_ids_B.shape, len(ids)),
-            torch.stack(probs, 1) if probs else None,
-            self._calibrated(torch.stack(certainty, 1)) if certainty else None,
-        )
+            previous_B = drafts.draw(logits_BKD[:, step] + self.markov_head.bias(vector_BR))
+        return self._calibrated(torch.stack(certainty, 1)) if certainty else None
 
     def _calibrated(self, logits_BK: Tensor) -> Tensor:
         temperatures = self.config.confidence_temperatures

@@ -7,7 +7,6 @@ variation between the two distributions. Shape suffixes as in `dflash.supervisio
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from pydantic import Field
@@ -20,7 +19,11 @@ from speculators.models.draft_model import PackedBatch, StepOutput
 from speculators.models.dspark.model import DSparkModel
 from speculators.models.family import Count
 from speculators.models.losses import Head, VerifierHead
+from speculators.models.objective import unwrapped
 from speculators.models.position_weights import exponential_decay
+
+# Keeps a batch in which nothing counts from dividing by zero; the token loss has a larger one.
+CONFIDENCE_EPSILON = 1e-8
 
 
 @dataclass
@@ -67,14 +70,14 @@ class DSparkObjective(DFlashObjective):
         `confidence_abs_error`, |confidence - acceptance|; `confidence_pred_mean`; and `confidence_cumprod_bias`, by how
         much the running product of confidences exceeds that of acceptances.
         """
-        model = cast(DSparkModel, getattr(draft, "module", draft))
+        model = unwrapped(draft, DSparkModel)
         blocks = self._compare(draft, model, self.supervise(model, batch), verifier_head)
         supervision, loss, found = blocks.supervision, blocks.tokens.loss, {}
         if blocks.confidence_N is not None:
             accepted_N = blocks.accepted_N
             error_N = F.binary_cross_entropy_with_logits(blocks.confidence_N, accepted_N, reduction="none")
             decay_J = exponential_decay(supervision.counted_AJ.shape[1], self.decay_gamma)
-            error = supervision.mean(supervision.spread(error_N), decay_J.to(error_N.device))
+            error = supervision.mean(supervision.spread(error_N), decay_J.to(error_N.device), CONFIDENCE_EPSILON)
             loss = loss + self.confidence_weight * error
             found = _confidence_counts(supervision, blocks.confidence_N.detach().sigmoid(), accepted_N, error)
         return StepOutput(loss, self.counts(model, supervision, blocks.tokens, loss) | found)
@@ -82,7 +85,7 @@ class DSparkObjective(DFlashObjective):
     @torch.no_grad()
     def confidences(self, draft: nn.Module, batch: PackedBatch, verifier_head: VerifierHead) -> Confidences | None:
         """What the confidence head says of one batch, beside what is true; None for a draft without one."""
-        model = cast(DSparkModel, getattr(draft, "module", draft))
+        model = unwrapped(draft, DSparkModel)
         blocks = self._compare(draft, model, self.supervise(model, batch), verifier_head)
         if blocks.confidence_N is None:
             return None

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from speculators.formats.config import SpeculatorConfig, TensorSpec
+from speculators.formats.config import SpeculatorConfig, TensorSpec, layer_tensors
 from speculators.formats.decoder import DecoderConfig, Size, Vocabulary
 from speculators.formats.faults import config_faults, shown
 
@@ -75,8 +75,7 @@ class EagleConfig(SpeculatorConfig):
 
     def network(self) -> str:
         """Say in a few words what the draft is made of, as for a model card."""
-        layers = f"{self.num_hidden_layers} `llama` layer{'s' if self.num_hidden_layers > 1 else ''}"
-        return f"{layers} of width {self.hidden_size}"
+        return self.decoder().words
 
     def expected_tensors(self) -> dict[str, TensorSpec]:
         """Return name, shape and necessity of every tensor, as vLLM's EAGLE loader names and shapes them.
@@ -84,29 +83,15 @@ class EagleConfig(SpeculatorConfig):
         Embeddings may be left to the verifier. Its head always is: engines refuse a file that has one, and they refuse
         an input norm of layer 0.
         """
-        hidden, intermediate = self.hidden_size, self.intermediate_size
-        wide, narrow = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, 2 * hidden)}
-        if self.bias:
-            shapes["fc.bias"] = (hidden,)
-        for name in ("embed_layernorm", "post_embedding_layernorm"):
-            if getattr(self, name):
-                shapes[f"{name}.weight"] = (hidden,)
+        hidden, layers = self.hidden_size, self.decoder()
+        norms = [name for name in ("embed_layernorm", "post_embedding_layernorm") if getattr(self, name)]
+        tensors = {
+            "embed_tokens.weight": TensorSpec((self.vocab_size, hidden), required=False),
+            "fc.weight": TensorSpec((hidden, 2 * hidden)),
+            **({"fc.bias": TensorSpec((hidden,))} if self.bias else {}),
+            **{f"{name}.weight": TensorSpec((hidden,)) for name in norms},
+        }
         for index in range(self.num_hidden_layers):
-            layer: dict[str, tuple[int, ...]] = {
-                "self_attn.q_proj.weight": (wide, hidden),
-                "self_attn.k_proj.weight": (narrow, hidden),
-                "self_attn.v_proj.weight": (narrow, hidden),
-                "self_attn.o_proj.weight": (hidden, wide),
-                "mlp.gate_proj.weight": (intermediate, hidden),
-                "mlp.up_proj.weight": (intermediate, hidden),
-                "mlp.down_proj.weight": (hidden, intermediate),
-                "post_attention_layernorm.weight": (hidden,),
-            }
-            if index:
-                layer["input_layernorm.weight"] = (hidden,)
-            if self.qkv_bias:
-                layer |= {f"self_attn.{name}_proj.bias": (wide if name == "q" else narrow,) for name in "qkv"}
-            shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
-        tensors = {name: TensorSpec(shape) for name, shape in shapes.items()}
-        return tensors | {"embed_tokens.weight": TensorSpec((self.vocab_size, hidden), required=False)}
+            tensors |= layer_tensors(layers, index, output_bias=False)
+        del tensors["layers.0.input_layernorm.weight"]
+        return tensors

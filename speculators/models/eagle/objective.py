@@ -10,26 +10,29 @@ not on the last two of an answer. Shape suffixes as in `model`; N compared rows,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from speculators.models.draft_model import Objective, PackedBatch, StepOutput
+from speculators.models.draft_model import PackedBatch, StepOutput
 from speculators.models.eagle.model import EagleModel
-from speculators.models.eagle.unroll import Unroll
 from speculators.models.family import Count
 from speculators.models.losses import TokenLoss, VerifierHead
+from speculators.models.objective import LossTerms, TrainingObjective, unwrapped
 from speculators.models.supervision import (
     acceptance_counts,
+    counted_states,
     document_runs,
-    predicted_length,
+    nothing_to_learn,
     schedule,
     step_metrics,
+    sums_by_step,
     supervised,
+    up_to_last,
 )
+from speculators.models.unroll import Unroll
 
 # Length of a document at which the noise on features has the width of the setting.
 NOISE_TOKENS = 512
@@ -59,12 +62,8 @@ class AlignedBatch:
 def align(batch: PackedBatch, verifier_head: VerifierHead) -> AlignedBatch:
     """Shift a raw batch, and leave out padding, documents without supervision and what follows the last of it."""
     runs_N, supervised_N = document_runs(batch.document_ids), supervised(batch, 2)
-    index_N = torch.arange(len(runs_N), device=runs_N.device)
-    sizes_D = torch.bincount(runs_N[runs_N >= 0], minlength=1)
-    last_D = torch.full_like(sizes_D, -1)
-    last_D = last_D.scatter_reduce(0, runs_N[supervised_N], index_N[supervised_N], "amax")
-    kept_C = torch.nonzero((runs_N >= 0) & (index_N <= last_D[runs_N.clamp(min=0)])).squeeze(1)
-    counts = torch.bincount(runs_N[kept_C], minlength=len(last_D))
+    kept_C, lengths = up_to_last(supervised_N, runs_N)
+    tokens_D = torch.bincount(runs_N[runs_N >= 0])
     states_NH = batch.last_hidden_states.flatten(0, 1)
     return AlignedBatch(
         features_CH=verifier_head.norm(states_NH.index_select(0, kept_C)),
@@ -72,12 +71,12 @@ def align(batch: PackedBatch, verifier_head: VerifierHead) -> AlignedBatch:
         token_ids_C=batch.input_ids.flatten()[kept_C + 1],
         positions_C=batch.position_ids.flatten()[kept_C],
         supervised_C=supervised_N[kept_C],
-        tokens_C=sizes_D[runs_N[kept_C]],
-        document_lengths=[count for count in counts.tolist() if count],
+        tokens_C=tokens_D[runs_N[kept_C]],
+        document_lengths=lengths,
     )
 
 
-class EagleObjective(BaseModel, Objective):
+class EagleObjective(TrainingObjective):
     """The knobs of training an EAGLE draft, and its training step (EAGLE, arXiv 2401.15077; HASS, 2408.15766).
 
     `regression_weight` weighs the smooth L1 distance to the verifier's next state, averaged over its width; `loss` the
@@ -87,19 +86,11 @@ class EagleObjective(BaseModel, Objective):
     mode only. `chunk_rows` bounds how many verifier rows have logits at a time.
     """
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
     num_passes: int = Field(default=1, ge=1, le=64)
     regression_weight: float = Field(default=1.0, ge=0)
-    loss: dict[str, float] = Field(default={"soft_ce": 0.1})
+    loss: LossTerms = Field(default={"soft_ce": 0.1})
     feature_noise: float = Field(default=0.2, ge=0)
     chunk_rows: int = Field(default=128, ge=1)
-
-    @field_validator("loss")
-    @classmethod
-    def _known_terms(cls, value: dict[str, float]) -> dict[str, float]:
-        TokenLoss(value)
-        return value
 
     def step(self, draft: nn.Module, batch: PackedBatch, verifier_head: VerifierHead) -> StepOutput:
         """The loss is the sum over steps of (sum of losses) / (N + 1e-5), N the positions that count at step 0.
@@ -108,29 +99,19 @@ class EagleObjective(BaseModel, Objective):
         and N), `loss_k` (of step k), `full_acc_k` (steps 0..k all right, of the positions that count at all of them),
         `cond_acc_k` (step k right, given steps 0..k-1 were).
         """
-        model = cast(EagleModel, getattr(draft, "module", draft))
+        model = unwrapped(draft, EagleModel)
         aligned = align(batch, verifier_head)
         if not aligned.document_lengths:
-            zero = torch.stack([parameter.sum() for parameter in model.trained_parameters()]).sum() * 0.0
-            nothing = [Count(0, 0)] * self.num_passes
-            return StepOutput(zero, step_metrics(Count(0, 0), nothing, [[0, 0, 0]] * self.num_passes))
-        slots, counted = schedule(aligned.supervised_C, aligned.document_lengths, self.num_passes)
+            return nothing_to_learn(model, self.num_passes)
+        slots, counted_KC = schedule(aligned.supervised_C, aligned.document_lengths, self.num_passes)
         features_CH = self._noisy(aligned) if model.training else aligned.features_CH
         inputs = Unroll(features_CH, aligned.token_ids_C, aligned.positions_C, aligned.document_lengths, slots)
-        chosen = [mask_C[slot_R] for mask_C, slot_R in zip(counted, slots, strict=True)]
-        states = [state_RH[rows_R] for state_RH, rows_R in zip(draft(inputs), chosen, strict=True)]
-        places = [slot_R[rows_R] + step for step, (slot_R, rows_R) in enumerate(zip(slots, chosen, strict=True))]
-        loss_N, hits_N = self._compare(torch.cat(states), torch.cat(places), aligned, verifier_head)
-        sizes = [len(place) for place in places]
-        totals = torch.stack([part.sum() for part in torch.split(loss_N, sizes)])
-        sums = totals.tolist()
-        losses = [Count(*of_step) for of_step in zip(sums, sizes, strict=True)]
-        counts = acceptance_counts(torch.split(hits_N, sizes), counted)
-        return StepOutput(totals.sum() / (sizes[0] + EPSILON), step_metrics(Count(sum(sums), sizes[0]), losses, counts))
-
-    def acceptance_length(self, metrics: dict[str, Count]) -> float:
-        """1 + the shares of positions that were right at steps 0..k, summed over k: greedy drafting with K = passes."""
-        return predicted_length(metrics, self.num_passes)
+        states_NH, places_N = counted_states(draft(inputs), slots, counted_KC)
+        loss_N, hits_N = self._compare(states_NH, places_N, aligned, verifier_head)
+        totals_K, sizes = sums_by_step(loss_N, counted_KC)
+        totals, counts = totals_K.tolist(), acceptance_counts(hits_N, counted_KC)
+        metrics = step_metrics(Count(sum(totals), sizes[0]), totals, sizes, counts)
+        return StepOutput(totals_K.sum() / (sizes[0] + EPSILON), metrics)
 
     def _compare(
         self, states_NH: Tensor, places_N: Tensor, aligned: AlignedBatch, verifier_head: VerifierHead

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from speculators.formats.config import DecoderDraftConfig, TensorSpec
+from speculators.formats.config import DecoderDraftConfig, LayerIds, TensorSpec, layer_tensors
 
 # How many auxiliary layers vLLM assumes for llama-type layers when the layer block does not say.
 LLAMA_DEFAULT_AUX_LAYERS = 3
-
-LayerId = Annotated[int, Field(ge=0, le=4096)]
 
 
 class FusedDraftConfig(DecoderDraftConfig):
@@ -23,8 +21,10 @@ class FusedDraftConfig(DecoderDraftConfig):
     is of another width, from random ones.
     """
 
-    eagle_aux_hidden_state_layer_ids: list[LayerId] = Field(
-        min_length=1, max_length=1024, description="ascending depths of the verifier, which engines else guess"
+    layer_ids_key: ClassVar[str] = "eagle_aux_hidden_state_layer_ids"
+
+    eagle_aux_hidden_state_layer_ids: LayerIds = Field(
+        description="ascending depths of the verifier, which engines else guess"
     )
     norm_before_residual: bool = Field(description="whether layer 0 adds the normed state; readers' defaults differ")
     norm_before_fc: bool = False
@@ -35,12 +35,7 @@ class FusedDraftConfig(DecoderDraftConfig):
     def disagreements(self) -> Iterator[tuple[str, str]]:
         """Yield the fault (its slug and what it says) of every pair of values that cannot both hold."""
         yield from super().disagreements()
-        layer, ids = self.transformer_layer_config, self.eagle_aux_hidden_state_layer_ids
-        if ids != sorted(set(ids)):
-            order = (
-                f"expected {sorted(set(ids))}, the order in which engines concatenate the features whatever is written"
-            )
-            yield "layer-ids", f"eagle_aux_hidden_state_layer_ids is {ids}; {order}"
+        layer, ids = self.transformer_layer_config, self.aux_layer_ids
         for key in ("num_aux_hidden_states", "num_aux_layers"):
             count = getattr(layer, key)
             if count is not None and count != len(ids):
@@ -57,21 +52,6 @@ class FusedDraftConfig(DecoderDraftConfig):
             layer["num_aux_hidden_states"] = len(self.aux_layer_ids)
         return written
 
-    @property
-    def aux_layer_ids(self) -> list[int]:
-        """Depths of the verifier whose residual streams feed the draft, ascending."""
-        return self.eagle_aux_hidden_state_layer_ids
-
-    @property
-    def num_features(self) -> int:
-        """Width of the auxiliary states side by side, which `fc` reads."""
-        return len(self.aux_layer_ids) * self.verifier_hidden_size
-
-    @property
-    def has_own_width(self) -> bool:
-        """Whether the verifier's embeddings and head do not fit the draft, so that it has both of its own."""
-        return self.transformer_layer_config.hidden_size != self.verifier_hidden_size
-
     def expected_tensors(self) -> dict[str, TensorSpec]:
         """Return name, shape and necessity of every tensor, as vLLM's EAGLE-3 loader names and shapes them.
 
@@ -80,16 +60,11 @@ class FusedDraftConfig(DecoderDraftConfig):
         """
         layer = self.transformer_layer_config
         hidden, features = layer.hidden_size, self.num_features
-        own_embedding = self.has_own_width or self.embed_requires_grad
-        vocabulary = self.vocabulary_tensors()
-        head = vocabulary["lm_head.weight"]
         tensors = {
-            "embed_tokens.weight": TensorSpec((layer.vocab_size, hidden), required=own_embedding),
             "fc.weight": TensorSpec((hidden, features)),
             "norm.weight": TensorSpec((hidden,)),
             "layers.0.hidden_norm.weight": TensorSpec((hidden,)),
-            **vocabulary,
-            "lm_head.weight": head._replace(required=head.required or self.has_own_width),
+            **self.vocabulary_tensors(own_embeddings=self.has_own_width or self.embed_requires_grad),
         }
         if self.norm_before_fc:
             tensors["input_norm.weight"] = TensorSpec((features,))
@@ -97,7 +72,8 @@ class FusedDraftConfig(DecoderDraftConfig):
             width = (self.verifier_hidden_size,)
             tensors |= {f"fc_norm.{index}.weight": TensorSpec(width) for index in range(len(self.aux_layer_ids))}
         for index in range(layer.num_hidden_layers):
-            tensors |= self.layer_tensors(index, attention_input=2 * hidden if index == 0 else None)
+            read = 2 * hidden if index == 0 else hidden
+            tensors |= layer_tensors(layer, index, output_bias=self.output_bias, attention_input=read)
         return tensors
 
 

@@ -12,8 +12,9 @@ from speculators.models.cache import SlotWrite
 from speculators.models.draft_model import DraftContext, DraftSampler, Proposal
 from speculators.models.eagle3.config import Eagle3Config
 from speculators.models.eagle3.network import FusedDraftModel
-from speculators.models.eagle3.unroll import Trunk, Unroll
-from speculators.models.proposing import proposal_of
+from speculators.models.eagle3.unroll import Eagle3Trunk
+from speculators.models.proposing import Drafts
+from speculators.models.unroll import Unroll
 
 
 class Eagle3Model(FusedDraftModel):
@@ -26,7 +27,7 @@ class Eagle3Model(FusedDraftModel):
 
         Keys and values of step 0 are made for every context position, queries and all that follows for active ones.
         """
-        trunk = Trunk(self, inputs)
+        trunk = Eagle3Trunk(self, inputs)
         hidden, steps = trunk.first(self.combine(inputs.features_CX)), []
         for step in range(len(inputs.slots)):
             if step:
@@ -40,22 +41,19 @@ class Eagle3Model(FusedDraftModel):
     @torch.no_grad()
     def propose(self, context: DraftContext, num_tokens: int, sampler: DraftSampler) -> Proposal:
         """Bring the cache in step with the verified tokens and draft `num_tokens` more, one after another."""
+        drafts, token_ids = Drafts(self, sampler, num_tokens), context.token_ids_BT
         embeds, hidden = self.enter(context)
-        rows, token_ids = len(context.starts), context.token_ids_BT
         write = SlotWrite.at(context.rows, context.starts, token_ids.shape[1], token_ids.device)
-        last = [[max(length, 1) - 1] for length in context.lengths] if num_tokens else None
-        hidden = self.extend(embeds, hidden, context.cache, write, last)
-        starts = [start + length for start, length in zip(context.starts, context.lengths, strict=True)]
-        drafts: list[Tensor] = []
-        probs: list[Tensor] = []
+        wanted = [[index] for index in context.last]
+        inputs, residual = self.first_layer.join(embeds, hidden)
+        hidden = self.extend(inputs, residual, context.cache, write, wanted if num_tokens else None)
         for step in range(num_tokens):
             if step:
+                starts = [end + step - 1 for end in context.ends]
                 write = SlotWrite.at(context.rows, starts, 1, token_ids.device)
-                hidden = self.extend(self.embed(drafts[-1][:, None]), hidden, context.cache, write, [[0]] * rows)
-                starts = [start + 1 for start in starts]
+                inputs, residual = self.first_layer.join(self.embed(drafts.token_ids[-1][:, None]), hidden)
+                hidden = self.extend(inputs, residual, context.cache, write, [[0]] * len(starts))
             normed = self.norm(hidden)
-            ids, probs_BD = sampler(self.lm_head(normed).squeeze(1), step)
+            drafts.draw(self.lm_head(normed).squeeze(1))
             hidden = normed if self.config.norm_output else hidden
-            drafts.append(self.verifier_ids(ids))
-            probs.extend([] if probs_BD is None else [probs_BD])
-        return proposal_of(context, drafts, probs)
+        return drafts.proposal(context)

@@ -1,46 +1,14 @@
-"""Training-time unrolling of an EAGLE-3 draft over packed documents.
-
-Only what the loss needs is computed: keys and values of step 0 for every context position, queries and all that follows
-for the positions active at a step. Shape suffixes: C context positions, R active ones, H hidden.
-"""
+"""Training-time unrolling of an EAGLE-3 draft, whose first layer reads [embedding ; state]. Suffixes as in `unroll`."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from speculators.models.attention import packed_attention, plan_blocks
+from speculators.models.eagle3.network import Eagle3FirstLayer, FusedDraftModel
 from speculators.models.layers import DecoderLayer
-
-if TYPE_CHECKING:
-    from speculators.models.eagle3.network import Eagle3FirstLayer, FusedDraftModel
-
-Rotation = tuple[Tensor, Tensor]
-
-
-@dataclass
-class Unroll:
-    """Training inputs, aligned and free of padding: documents one after another, `document_lengths` positions each.
-
-    Context position c holds `features_CX` of some token, the id of the token after it in `token_ids_C` (int64) and its
-    rotary position in `positions_C` (int64). `slots[k]` (int64 [R], ascending) are the context positions to unroll to
-    step k; slot c then takes the token at c + k. `slots[k]` must be a subset of `slots[k-1]`.
-
-    Attention windows end at the query's own position c + k, as in serving; with `windows_from_start` they end at c, and
-    what the query's position computed at the steps 1..k is visible besides.
-    """
-
-    features_CX: Tensor
-    token_ids_C: Tensor
-    positions_C: Tensor
-    document_lengths: Sequence[int]
-    slots: Sequence[Tensor]
-    windows_from_start: bool = False
+from speculators.models.unroll import Trunk, Unroll
 
 
 class TokenPart:
@@ -68,68 +36,21 @@ class TokenPart:
         return contributed + F.linear(state, self._state_weights[name])
 
 
-class Trunk:
-    """The layers over one packed batch; keeps the keys and values that later steps attend to."""
+class Eagle3Trunk(Trunk):
+    """The layers over one packed batch; tokens reach the first one through `TokenPart`."""
 
     def __init__(self, model: FusedDraftModel, inputs: Unroll) -> None:
-        self.model, self.inputs, self.layers = model, inputs, model.blocks()
-        self.end = int(inputs.positions_C.max()) + len(inputs.slots)
+        super().__init__(model, inputs)
+        self.first_layer = model.first_layer
         self.tokens = TokenPart(model.first_layer, model.embed(inputs.token_ids_C))
-        self.context: list[tuple[Tensor, Tensor]] = []
-        self.own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.layers]
 
-    def first(self, hidden: Tensor) -> Tensor:
-        """Step 0: states of every context position [C, H] in, of those active at step 0 [R, H] out."""
-        rotation = self.model.rotary.at(self.inputs.positions_C, self.end, hidden.dtype)
-        everyone = torch.arange(len(hidden), device=hidden.device)
-        for index, layer in enumerate(self.layers):
-            last = index == len(self.layers) - 1
-            state, residual = self._enter(layer, hidden)
-            self.context.append(self._key_value(index, state, None, rotation))
-            slots = self.inputs.slots[0] if last else everyone
-            if last:
-                state, residual = state.index_select(0, slots), residual.index_select(0, slots)
-                rotation = (rotation[0].index_select(0, slots), rotation[1].index_select(0, slots))
-            query = layer.self_attn.as_query(self._project(index, "q_proj", state, slots), *rotation)
-            hidden = layer.finish(residual, self._attend(index, query, slots, 0))
-        return hidden
+    def enter(self, layer: DecoderLayer, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What `project` reads, and the residual."""
+        if layer is not self.first_layer:
+            return super().enter(layer, hidden)
+        state: Tensor = self.first_layer.hidden_norm(hidden)
+        return state, state if self.first_layer.norm_before_residual else hidden
 
-    def later(self, hidden: Tensor, step: int) -> Tensor:
-        """Step k >= 1: states of the positions active at step k-1 in, of those active at step k out."""
-        slots = self.inputs.slots[step]
-        kept = torch.searchsorted(self.inputs.slots[step - 1], slots)
-        hidden, tokens = hidden.index_select(0, kept), slots + step
-        positions_R = self.inputs.positions_C.index_select(0, slots) + step
-        rotation = self.model.rotary.at(positions_R, self.end, hidden.dtype)
-        for index, layer in enumerate(self.layers):
-            state, residual = self._enter(layer, hidden)
-            earlier = [(key.index_select(0, kept), value.index_select(0, kept)) for key, value in self.own[index]]
-            self.own[index] = [*earlier, self._key_value(index, state, tokens, rotation)]
-            query = layer.self_attn.as_query(self._project(index, "q_proj", state, tokens), *rotation)
-            hidden = layer.finish(residual, self._attend(index, query, slots, step))
-        return hidden
-
-    def _enter(self, layer: DecoderLayer, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        if layer is not self.model.first_layer:
-            return layer.prepare(hidden)
-        state: Tensor = self.model.first_layer.hidden_norm(hidden)
-        return state, state if self.model.first_layer.norm_before_residual else hidden
-
-    def _project(self, index: int, name: str, state: Tensor, tokens: Tensor | None) -> Tensor:
-        if index == 0:
-            return self.tokens.project(name, state, tokens)
-        projected: Tensor = getattr(self.layers[index].self_attn, name)(state)
-        return projected
-
-    def _key_value(self, index: int, state: Tensor, tokens: Tensor | None, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        attention = self.layers[index].self_attn
-        key = attention.as_key(self._project(index, "k_proj", state, tokens), *rotation)
-        return key, attention.as_heads(self._project(index, "v_proj", state, tokens))
-
-    def _attend(self, index: int, query: Tensor, slots: Tensor, step: int) -> Tensor:
-        attention, own, window = self.layers[index].self_attn, self.own[index], self.layers[index].self_attn.window
-        if window is not None and not self.inputs.windows_from_start:
-            own = own[max(step - window, 0) :]
-            window -= step
-        blocks = plan_blocks(slots, self.inputs.document_lengths, window)
-        return packed_attention(query, *self.context[index], own, blocks, attention.scale)
+    def project(self, index: int, name: str, state: Tensor, tokens: Tensor | None) -> Tensor:
+        """The projection `name` of layer `index` of states [R, H] beside the tokens at `tokens` [R] (None: all)."""
+        return self.tokens.project(name, state, tokens) if index == 0 else super().project(index, name, state, tokens)

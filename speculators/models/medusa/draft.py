@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from speculators.errors import UsageError
 from speculators.formats.config import MAX_SPECULATIVE_TOKENS
-from speculators.formats.faults import refused_as_format_error
-from speculators.models.decoder_choices import speculators_block
+from speculators.models.choices import DraftChoices, completed, reduced_vocabulary, tokens_a_step
 from speculators.models.family import VerifierShape
 from speculators.models.medusa.config import MedusaConfig
 
 
-class MedusaDraft(BaseModel):
+class MedusaDraft(DraftChoices):
     """The shape of a Medusa draft.
 
     `num_heads` tokens can be drafted a step, each by its own head of `num_layers` residual layers. Every head has an
@@ -20,8 +18,6 @@ class MedusaDraft(BaseModel):
     `draft_vocab_size` at or above the verifier's vocabulary means all of it, as does None. `num_speculative_tokens`
     defaults to `num_heads`.
     """
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     num_heads: int = Field(default=5, ge=1, le=MAX_SPECULATIVE_TOKENS)
     num_layers: int = Field(default=1, ge=1, le=64)
@@ -35,22 +31,16 @@ class MedusaDraft(BaseModel):
 
         Raises UsageError where more tokens than heads are asked for, FormatError for what no config can say.
         """
-        drafted = self.num_speculative_tokens or self.num_heads
-        if drafted > self.num_heads:
-            raise UsageError(
-                f"num_speculative_tokens is {drafted} with num_heads {self.num_heads}: a head drafts one token; "
-                "raise num_heads"
-            )
-        with refused_as_format_error(f"a draft of this shape for {verifier.name_or_path}"):
-            return MedusaConfig(
-                speculators_config=speculators_block("medusa", drafted, verifier),
-                dtype="bfloat16",
-                medusa_num_heads=self.num_heads,
-                medusa_num_layers=self.num_layers,
-                medusa_fc_bias=self.bias,
-                original_lm_head=self.shared_lm_head,
-                hidden_size=verifier.hidden_size,
-                vocab_size=verifier.vocab_size,
-                truncated_vocab_size=min(self.draft_vocab_size or verifier.vocab_size, verifier.vocab_size),
-                base_model_name_or_path=verifier.name_or_path,
-            )
+        return completed(
+            MedusaConfig,
+            tokens_a_step(self.num_speculative_tokens, self.num_heads, "num_heads"),
+            verifier,
+            medusa_num_heads=self.num_heads,
+            medusa_num_layers=self.num_layers,
+            medusa_fc_bias=self.bias,
+            original_lm_head=self.shared_lm_head,
+            hidden_size=verifier.hidden_size,
+            vocab_size=verifier.vocab_size,
+            truncated_vocab_size=reduced_vocabulary(self.draft_vocab_size, verifier),
+            base_model_name_or_path=verifier.name_or_path,
+        )

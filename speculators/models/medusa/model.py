@@ -13,15 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from speculators.errors import SpeculatorsError
 from speculators.formats.faults import error_of, fault
 from speculators.formats.verifier_weights import VerifierWeights
 from speculators.formats.vocab import DraftVocab
-from speculators.models.cache import SlotCache
 from speculators.models.draft_model import DraftContext, DraftModel, DraftSampler, Proposal
 from speculators.models.layers import SkinnyLinear
 from speculators.models.medusa.config import MedusaConfig
-from speculators.models.proposing import at_last, normed_states, proposal_of
+from speculators.models.proposing import Drafts, at_last, normed_states
 
 
 class ResidualBlock(nn.Module):
@@ -68,6 +66,10 @@ class MedusaModel(DraftModel):
         """int64 [D]: the verifier's id of each draft id; None where the two vocabularies are one."""
         return self.token_map
 
+    def to_verifier(self, draft_ids: Tensor) -> Tensor:
+        """int64 draft ids of any shape -> the verifier's."""
+        return draft_ids if self.token_map is None else self.token_map[draft_ids]
+
     def vocabulary_tensors(self, vocab: DraftVocab) -> dict[str, Tensor]:
         """The verifier's id of each draft id, as vLLM stores a truncated vocabulary."""
         return {"token_map": vocab.draft_ids}
@@ -102,25 +104,14 @@ class MedusaModel(DraftModel):
         """States after the verifier's final norm [R, H] -> per head the states [R, H] that its output head reads."""
         return [block(normed_RH) for block in self.blocks]
 
-    def make_cache(self, num_slots: int) -> SlotCache:
-        """An empty cache: heads have no keys."""
-        return SlotCache(0, num_slots, dtype=self.dtype, device=self.device)
-
     @torch.no_grad()
     def propose(self, context: DraftContext, num_tokens: int, sampler: DraftSampler) -> Proposal:
-        """Draft by the first `num_tokens` heads; SpeculatorsError where there are not so many."""
-        if num_tokens > len(self.blocks):
-            raise SpeculatorsError(
-                f"{num_tokens} tokens asked of a draft with {len(self.blocks)} heads; ask for at most as many"
-            )
+        """Draft by the first `num_tokens` heads."""
+        drafts = Drafts(self, sampler, num_tokens)
         hidden_BH = at_last(normed_states(context), context).to(self.dtype)
-        drafts: list[Tensor] = []
-        probs: list[Tensor] = []
         for step in range(num_tokens):
-            ids, probs_BD = sampler(self.output_head(step)(self.blocks[step](hidden_BH)), step)
-            drafts.append(ids if self.token_map is None else self.token_map[ids])
-            probs.extend([] if probs_BD is None else [probs_BD])
-        return proposal_of(context, drafts, probs)
+            drafts.draw(self.output_head(step)(self.blocks[step](hidden_BH)))
+        return drafts.proposal(context)
 
 
 def _check_token_map(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:

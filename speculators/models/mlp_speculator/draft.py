@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from speculators.errors import UsageError
 from speculators.formats.config import MAX_SPECULATIVE_TOKENS
-from speculators.formats.faults import refused_as_format_error
-from speculators.models.decoder_choices import speculators_block
+from speculators.models.choices import DraftChoices, completed, tokens_a_step
 from speculators.models.family import VerifierShape
 from speculators.models.mlp_speculator.config import MlpSpeculatorConfig
 
 
-class MlpSpeculatorDraft(BaseModel):
+class MlpSpeculatorDraft(DraftChoices):
     """The shape of an MLPSpeculator.
 
     `n_predict` tokens can be drafted a step; the recurrence has the verifier's width unless `inner_dim` is given.
@@ -20,8 +18,6 @@ class MlpSpeculatorDraft(BaseModel):
     IBM's runtime would verify takes `top_k_tokens_per_head` at each depth (by default 5, 4, 3, ... and at least 1) and
     keeps the best `n_candidates` sequences.
     """
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     n_predict: int = Field(default=3, ge=1, le=MAX_SPECULATIVE_TOKENS)
     inner_dim: int | None = Field(default=None, gt=0)
@@ -34,25 +30,19 @@ class MlpSpeculatorDraft(BaseModel):
     def resolve(self, verifier: VerifierShape) -> MlpSpeculatorConfig:
         """Complete the choices with the verifier's shape.
 
-        Raises UsageError where more tokens than heads are asked for, FormatError for what no config can say.
+        Raises UsageError where more tokens than steps are asked for, FormatError for what no config can say.
         """
-        drafted = self.num_speculative_tokens or self.n_predict
-        if drafted > self.n_predict:
-            raise UsageError(
-                f"num_speculative_tokens is {drafted} with n_predict {self.n_predict}: a step drafts one token; "
-                "raise n_predict"
-            )
-        with refused_as_format_error(f"a draft of this shape for {verifier.name_or_path}"):
-            return MlpSpeculatorConfig(
-                speculators_config=speculators_block("mlp_speculator", drafted, verifier),
-                dtype="bfloat16",
-                vocab_size=verifier.vocab_size,
-                emb_dim=verifier.hidden_size,
-                inner_dim=self.inner_dim or verifier.hidden_size,
-                n_predict=self.n_predict,
-                top_k_tokens_per_head=self.top_k_tokens_per_head
-                or [max(5 - step, 1) for step in range(self.n_predict)],
-                n_candidates=self.n_candidates,
-                tie_weights=self.tie_weights,
-                scale_input=self.scale_input,
-            )
+        candidates = self.top_k_tokens_per_head or [max(5 - step, 1) for step in range(self.n_predict)]
+        return completed(
+            MlpSpeculatorConfig,
+            tokens_a_step(self.num_speculative_tokens, self.n_predict, "n_predict"),
+            verifier,
+            vocab_size=verifier.vocab_size,
+            emb_dim=verifier.hidden_size,
+            inner_dim=self.inner_dim or verifier.hidden_size,
+            n_predict=self.n_predict,
+            top_k_tokens_per_head=candidates,
+            n_candidates=self.n_candidates,
+            tie_weights=self.tie_weights,
+            scale_input=self.scale_input,
+        )

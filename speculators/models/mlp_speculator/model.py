@@ -15,13 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from speculators.errors import SpeculatorsError
 from speculators.formats.faults import error_of, fault
-from speculators.models.cache import SlotCache
 from speculators.models.draft_model import DraftContext, DraftModel, DraftSampler, Proposal
-from speculators.models.layers import SkinnyLinear
+from speculators.models.layers import SkinnyLinear, draw_parameters
 from speculators.models.mlp_speculator.config import MlpSpeculatorConfig
-from speculators.models.proposing import at_last, normed_states, proposal_of
+from speculators.models.proposing import Drafts, at_last, normed_states
 
 _EPS = 1e-6
 
@@ -61,12 +59,7 @@ class MlpSpeculatorModel(DraftModel):
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Draw embeddings and matrices from N(0, 1/inner); norms start with gain 1 and bias 0."""
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                if parameter.dim() > 1:
-                    parameter.normal_(0.0, self.config.width**-0.5, generator=generator)
-                else:
-                    parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+        draw_parameters(self.named_parameters(), self.config.width**-0.5, generator)
 
     def start(self, normed: Tensor) -> Tensor:
         """The verifier's states after its final norm [..., H] -> the recurrence's first states [..., H]."""
@@ -92,27 +85,16 @@ class MlpSpeculatorModel(DraftModel):
             states.append(state)
         return states
 
-    def make_cache(self, num_slots: int) -> SlotCache:
-        """An empty cache: nothing is remembered from one proposal to the next."""
-        return SlotCache(0, num_slots, dtype=self.dtype, device=self.device)
-
     @torch.no_grad()
     def propose(self, context: DraftContext, num_tokens: int, sampler: DraftSampler) -> Proposal:
-        """Draft by the first `num_tokens` steps, one after another; SpeculatorsError where there are not so many."""
-        if num_tokens > self.config.n_predict:
-            raise SpeculatorsError(
-                f"{num_tokens} tokens asked of a draft with {self.config.n_predict} steps; ask for at most as many"
-            )
+        """Draft by the first `num_tokens` steps, one after another; nothing is remembered for the next proposal."""
+        drafts = Drafts(self, sampler, num_tokens)
         state_BH = self.start(at_last(normed_states(context), context))
         ids_B = at_last(context.token_ids_BT, context)
-        drafts: list[Tensor] = []
-        probs: list[Tensor] = []
         for step in range(num_tokens):
             state_BH = self.advance(state_BH, ids_B, step)
-            ids_B, probs_BD = sampler(self.output_head(step)(state_BH), step)
-            drafts.append(ids_B)
-            probs.extend([] if probs_BD is None else [probs_BD])
-        return proposal_of(context, drafts, probs)
+            ids_B = drafts.draw(self.output_head(step)(state_BH))
+        return drafts.proposal(context)
 
 
 def _of_step(modules: nn.ModuleList, step: int) -> nn.Module:

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from speculators.errors import UsageError
 from speculators.formats.config import MAX_SPECULATIVE_TOKENS
-from speculators.formats.faults import refused_as_format_error
-from speculators.models.decoder_choices import speculators_block
+from speculators.models.choices import DraftChoices, completed
 from speculators.models.family import VerifierShape
 from speculators.models.mtp.config import MtpConfig
-from speculators.models.mtp.layer_config import MtpLayerConfig
 from speculators.models.mtp.styles import STYLES
 
 # What a shape that was put together by hand says about a dense layer.
@@ -35,10 +33,8 @@ _SHAPE_KEYS = (
 )
 
 
-class MtpDraft(BaseModel):
+class MtpDraft(DraftChoices):
     """An MTP draft is a layer of its verifier's kind, so that only the number of drafted tokens is left to choose."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     num_speculative_tokens: int = Field(default=3, gt=0, le=MAX_SPECULATIVE_TOKENS)
 
@@ -54,9 +50,5 @@ class MtpDraft(BaseModel):
                 f"{', '.join(STYLES)}: choose another family of drafts"
             )
         layer: Mapping[str, Any] = verifier.raw or {key: getattr(verifier, key) for key in _SHAPE_KEYS}
-        with refused_as_format_error(f"an MTP block for {verifier.name_or_path}"):
-            return MtpConfig(
-                speculators_config=speculators_block("mtp", self.num_speculative_tokens, verifier),
-                transformer_layer_config=MtpLayerConfig.model_validate({**layer, "model_type": verifier.model_type}),
-                dtype="bfloat16",
-            )
+        given = {**layer, "model_type": verifier.model_type}
+        return completed(MtpConfig, self.num_speculative_tokens, verifier, transformer_layer_config=given)

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from speculators.models.attention_interface import SlotKeyValues
 from speculators.models.cache import SlotCache, SlotWrite
 from speculators.models.draft_model import DraftContext, DraftModel, DraftSampler, Proposal
-from speculators.models.layers import SkinnyLinear
+from speculators.models.layers import SkinnyLinear, draw_parameters
 from speculators.models.mtp.block import MtpBlock, build_block, build_rotary, cache_argument
 from speculators.models.mtp.config import PREFIX, MtpConfig
-from speculators.models.proposing import at_last, normed_states, proposal_of
+from speculators.models.proposing import Drafts, at_last, normed_states
 
 Part = Literal["router", "experts"]
 _PART_PREFIXES: dict[Part, str] = {"router": f"{PREFIX}mlp.gate.", "experts": f"{PREFIX}mlp.experts."}
@@ -64,11 +64,8 @@ class MtpModel(DraftModel):
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Draw every matrix from N(0, initializer_range²); norms start neutral, biases and expert offsets at 0."""
         layer = self.config.transformer_layer_config
-        for name, parameter in self.mtp_layers.named_parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, layer.initializer_range, generator=generator)
-            else:
-                parameter.fill_(0.0 if name.endswith("bias") or layer.style.plus_one else 1.0)
+        gain = 0.0 if layer.style.plus_one else 1.0
+        draw_parameters(self.named_parameters(), layer.initializer_range, generator, gain=gain)
         for buffer in self.mtp_layers.buffers():
             buffer.zero_()
 
@@ -113,20 +110,16 @@ class MtpModel(DraftModel):
 
         What drafted positions write is overwritten once their tokens are verified.
         """
+        drafts = Drafts(self, sampler, num_tokens)
         states_BTH = normed_states(context).to(self.dtype)
         hidden_BTH = self._extend(context.token_ids_BT, states_BTH, context, context.starts)
         hidden_B1H = at_last(hidden_BTH, context)[:, None]
-        starts = [start + length for start, length in zip(context.starts, context.lengths, strict=True)]
-        drafts: list[Tensor] = []
-        probs: list[Tensor] = []
         for step in range(num_tokens):
             if step:
-                hidden_B1H = self._extend(drafts[-1][:, None], hidden_B1H, context, starts)
-                starts = [start + 1 for start in starts]
-            ids_B, probs_BD = sampler(self.lm_head(hidden_B1H).squeeze(1), step)
-            drafts.append(ids_B)
-            probs.extend([] if probs_BD is None else [probs_BD])
-        return proposal_of(context, drafts, probs)
+                starts = [end + step - 1 for end in context.ends]
+                hidden_B1H = self._extend(drafts.token_ids[-1][:, None], hidden_B1H, context, starts)
+            drafts.draw(self.lm_head(hidden_B1H).squeeze(1))
+        return drafts.proposal(context)
 
     def _extend(self, token_ids_BT: Tensor, hidden_BTH: Tensor, context: DraftContext, starts: Sequence[int]) -> Tensor:
         """Run the block at new positions, whose keys and values go into the cache."""

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from speculators.formats.config import TensorSpec
+from speculators.formats.config import TensorSpec, mask_token_problem
 from speculators.formats.faults import contradictions
 from speculators.models.eagle3.config import FusedDraftConfig
 
@@ -43,9 +43,7 @@ class PEagleConfig(FusedDraftConfig):
     def disagreements(self) -> Iterator[tuple[str, str]]:
         """Yield the fault (its slug and what it says) of every pair of values that cannot both hold."""
         yield from super().disagreements()
-        vocab = self.transformer_layer_config.vocab_size
-        if self.mask_token_id >= vocab:
-            yield "mask-token-id", f"mask_token_id is {self.mask_token_id}; expected an id below vocab_size {vocab}"
+        yield from mask_token_problem(self.mask_token_id, self.transformer_layer_config.vocab_size)
 
     def expected_tensors(self) -> dict[str, TensorSpec]:
         """Return name, shape and necessity of every tensor: those of EAGLE-3, and `mask_hidden` [1, 1, A*Ht]."""

@@ -14,7 +14,7 @@ from speculators.models.draft_model import DraftContext, DraftSampler, Proposal
 from speculators.models.eagle3.network import FusedDraftModel
 from speculators.models.peagle.config import PEagleConfig
 from speculators.models.peagle.parallel import Depths, ParallelTrunk
-from speculators.models.proposing import proposal_of
+from speculators.models.proposing import Drafts
 
 
 class PEagleModel(FusedDraftModel):
@@ -36,7 +36,7 @@ class PEagleModel(FusedDraftModel):
 
     def forward(self, inputs: Depths) -> list[Tensor]:
         """Run over packed documents and return, per depth, the states [R, H] that `lm_head` reads."""
-        hidden = ParallelTrunk(self, inputs).run()
+        hidden = ParallelTrunk(self, self.mask_slot(), inputs).run()
         sizes = [len(states) for states in hidden]
         normed: Tensor = self.norm(torch.cat(hidden))
         return list(normed.split(sizes))
@@ -47,6 +47,7 @@ class PEagleModel(FusedDraftModel):
 
         Mask slots are written behind the verified positions of a row, where the next write lands.
         """
+        drafts = Drafts(self, sampler, num_tokens)
         embeds, hidden = self.enter(context)
         width, device, num_masks = embeds.shape[1], embeds.device, max(num_tokens - 1, 0)
         if num_masks:
@@ -56,15 +57,10 @@ class PEagleModel(FusedDraftModel):
             embeds = torch.where(verified_BT1, F.pad(embeds, (0, 0, 0, num_masks)), mask_embeds)
             hidden = torch.where(verified_BT1, F.pad(hidden, (0, 0, 0, num_masks)), mask_hidden)
         write = SlotWrite.at(context.rows, context.starts, width + num_masks, device)
-        last = [max(length, 1) - 1 for length in context.lengths]
-        wanted = [list(range(first, first + num_tokens)) for first in last] if num_tokens else None
-        states_BKH = self.extend(embeds, hidden, context.cache, write, wanted)
-        drafts: list[Tensor] = []
-        probs: list[Tensor] = []
+        wanted = [list(range(first, first + num_tokens)) for first in context.last] if num_tokens else None
+        inputs, residual = self.first_layer.join(embeds, hidden)
+        states_BKH = self.extend(inputs, residual, context.cache, write, wanted)
         if num_tokens:
-            logits_BKD = self.lm_head(self.norm(states_BKH))
-            for step in range(num_tokens):
-                ids, probs_BD = sampler(logits_BKD[:, step], step)
-                drafts.append(self.verifier_ids(ids))
-                probs.extend([] if probs_BD is None else [probs_BD])
-        return proposal_of(context, drafts, probs)
+            for logits_BD in self.lm_head(self.norm(states_BKH)).unbind(1):
+                drafts.draw(logits_BD)
+        return drafts.proposal(context)

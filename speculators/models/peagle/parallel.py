@@ -11,16 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from speculators.models.attention import Block, packed_attention, plan_blocks
+from speculators.models.eagle3.network import FusedDraftModel
 from speculators.models.layers import DecoderLayer
-
-if TYPE_CHECKING:
-    from speculators.models.peagle.model import PEagleModel
 
 # Residual [E, H], and queries, keys and values [E, heads * D] before their norms and rotation.
 Projections = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -43,10 +40,10 @@ class Depths:
 
 
 class ParallelTrunk:
-    """The layers over one packed batch."""
+    """The layers over one packed batch; `mask_slot` is the embedding and state [1, H] of slots of unknown tokens."""
 
-    def __init__(self, model: PEagleModel, inputs: Depths) -> None:
-        self.model, self.inputs = model, inputs
+    def __init__(self, model: FusedDraftModel, mask_slot: tuple[Tensor, Tensor], inputs: Depths) -> None:
+        self.model, self.mask_slot, self.inputs = model, mask_slot, inputs
         self.context = torch.arange(len(inputs.positions_C), device=inputs.positions_C.device)
         self.deeper = inputs.anchors[1:]
         self.sizes = [len(self.context), *map(len, self.deeper)]
@@ -71,7 +68,7 @@ class ParallelTrunk:
         model, inputs = self.model, self.inputs
         embeds_CH, hidden_CH = model.embed(inputs.token_ids_C), model.combine(inputs.features_CX)
         of_context, residual_CH = model.first_layer.join(embeds_CH, hidden_CH)
-        of_mask, residual_1H = model.first_layer.join(*model.mask_slot())
+        of_mask, residual_1H = model.first_layer.join(*self.mask_slot)
         mine = (residual_CH, *_projected(model.first_layer, of_context))
         theirs = (residual_1H, *_projected(model.first_layer, of_mask))
         count = sum(self.sizes[1:])

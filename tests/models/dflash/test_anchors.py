@@ -19,12 +19,12 @@ def test_an_anchor_is_supervised_and_its_document_reaches_beyond_its_block() -> 
 
 
 def test_no_block_crosses_into_the_next_document() -> None:
-    """Row 17 of the usual faults; the second document starts supervised, the third is too short for a block."""
+    """Pitfall 17; the second document starts supervised, the third is too short for a block."""
     assert anchors([[1] * 6, [1] * 7, [1] * 4]) == [0, 1, 6, 7, 8]
 
 
 def test_the_token_before_an_answer_only_on_request() -> None:
-    """Row 21 of the usual faults: a served anchor is a sampled token, and so the header's last token is none."""
+    """Pitfall 21: a served anchor is a sampled token, and so the header's last token is none."""
     mask = [[0, 0, 1, 1, 0, 0, 1, 1, 1, 1, 1]]
     assert anchors(mask) == [2, 3, 6]
     assert anchors(mask, before_answers=True) == [1, 2, 3, 5, 6]
@@ -35,7 +35,7 @@ def test_the_token_before_an_answer_is_one_of_its_own_document() -> None:
 
 
 def test_anchors_are_counted_a_document() -> None:
-    """Row 18 of the usual faults: packed beside a long document, a short one keeps its anchors."""
+    """Pitfall 18: packed beside a long document, a short one keeps its anchors."""
     short, long = [1] * 20, [1] * 200
     found = anchors([short, long, short], most=16)
     assert sum(index < 20 for index in found) == 16

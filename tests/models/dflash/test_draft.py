@@ -77,7 +77,7 @@ def test_a_draft_of_another_width_ships_embeddings_and_head() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mask_token_id": 40}, "mask_token_id is 40; expected an id below 40"),
+        ({"mask_token_id": 40}, "mask_token_id is 40; expected a token of the verifier, 0 to 39"),
         ({"layer_types": ["full_attention"]}, "layer_types has 1 entries; expected num_layers, 2"),
         ({"layer_types": ["sliding_attention"] * 2}, "sliding_window None"),
         ({"layer_types": ["full_attention"] * 2, "sliding_window": 5}, "sliding_window 5"),
@@ -91,6 +91,7 @@ def test_contradicting_options_are_refused(options: dict, message: str) -> None:
 
 
 def test_a_block_of_more_tokens_than_engines_verify_is_refused() -> None:
+    """A config promises no more tokens than a block predicts (pitfall 20)."""
     assert DFlashDraft(block_size=129).resolve(verifier_shape()).num_speculative_tokens == 128
     with pytest.raises(FormatError, match="speculative_tokens is 129"):
         DFlashDraft(block_size=129, sample_from_anchor=True).resolve(verifier_shape())
@@ -126,7 +127,7 @@ def changed(data: dict, path: str, value: object) -> dict:
     ],
 )
 def test_configurations_that_cannot_be_meant_are_refused(path: str, value: object, message: str) -> None:
-    """Row 20 of the usual faults is the last."""
+    """Pitfall 20 is the last."""
     with pytest.raises(FormatError, match=message):
         DFlashConfig.from_json(changed(written(), path, value))
 

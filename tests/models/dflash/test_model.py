@@ -92,7 +92,7 @@ def dense_attention(tensors: list[Tensor], anchors: list[int], lengths: list[int
 def test_attention_and_its_gradients_are_those_of_one_dense_matrix(
     causal: bool, window: int | None, max_scores: int
 ) -> None:
-    """Row 12 of the usual faults: causality and windows reach the attention's output, whatever the pieces."""
+    """Pitfall 12 and pitfall 27: causality and windows reach output and gradients, whatever the pieces."""
     lengths, anchors, slots = [7, 1, 5], [0, 1, 2, 6, 7, 9, 12], 3
     torch.manual_seed(0)
     shapes = [(7, slots, 4, 6), (7, slots, 2, 6), (7, slots, 2, 6), (13, 2, 6), (13, 2, 6)]
@@ -127,7 +127,7 @@ def test_documents_of_ascending_indices() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 3}, {"sliding_window_non_causal": False}])
 def test_no_block_has_a_gradient_from_its_anchor_on(options: dict) -> None:
-    """Row 16 of the usual faults: with anchors one apart, no block sees the states at or after its own anchor."""
+    """Pitfall 16: with anchors one apart, no block sees the states at or after its own anchor."""
     speculator = random_speculator("dflash", **OPTIONS | options)
     batch = row([12], speculator)
     batch.aux_hidden_states.requires_grad_()
@@ -177,7 +177,7 @@ def context_of(speculator: Speculator, batch: PackedBatch, length: int) -> Draft
 @pytest.mark.parametrize("from_anchor", [False, True])
 @pytest.mark.parametrize("block_size", [2, 8])
 def test_a_block_drafts_as_many_tokens_as_the_config_promises(block_size: int, from_anchor: bool) -> None:
-    """Row 20 of the usual faults: B - 1 tokens where slot 0 repeats the anchor, B where it predicts."""
+    """Pitfall 20: B - 1 tokens where slot 0 repeats the anchor, B where it predicts."""
     speculator = random_speculator("dflash", block_size=block_size, num_layers=1, sample_from_anchor=from_anchor)
     promised = block_size if from_anchor else block_size - 1
     assert speculator.num_speculative_tokens == promised == speculator.config.max_speculative_tokens
@@ -185,7 +185,9 @@ def test_a_block_drafts_as_many_tokens_as_the_config_promises(block_size: int, f
     proposal = speculator.draft.propose(context, promised, Shown())
     assert proposal.token_ids_BK.shape == (1, promised)
     assert proposal.lengths_B.tolist() == [promised]
-    with pytest.raises(SpeculatorsError, match=f"{promised + 1} draft tokens asked for; .* predicts {promised}"):
+    with pytest.raises(
+        SpeculatorsError, match=f"{promised + 1} draft tokens asked for; this draft makes at most {promised} at once"
+    ):
         speculator.draft.propose(context, promised + 1, Shown())
 
 

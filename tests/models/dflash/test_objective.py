@@ -107,16 +107,23 @@ def test_dpace_weighs_a_slot_by_what_it_adds_to_the_accepted_length() -> None:
 
 @pytest.mark.parametrize("from_anchor", [False, True])
 def test_counts_are_those_of_the_definition(from_anchor: bool) -> None:
+    """Acceptance is that of prefixes, and chooses the checkpoint (pitfall 28)."""
     speculator = random_speculator("dflash", **OPTIONS, sample_from_anchor=from_anchor, draft_vocab_size=4)
     batch = packed(speculator, HOLES)
     metrics = DFlashObjective().step(speculator.draft, batch, verifier_head()).metrics
     dense = Dense(speculator, batch)
     hits = {slot: [0, 0] for slot in range(1 - from_anchor, 4)}
     accepted, lengths, greedy = 0.0, 0.0, 0.0
+    full, given = ([[0, 0] for _ in hits] for _ in range(2))
     for block in dense.blocks.values():
-        sampled, right = 1.0, 1.0
-        for slot, counts, q, p in block:
+        sampled, right, known = 1.0, 1.0, True
+        for j, (slot, counts, q, p) in enumerate(block):
             hit = bool(counts and q.argmax() == p.argmax())
+            # A slot that does not count is no mismatch: from there on the block says nothing about prefixes.
+            given[j][1] += known and counts and right == 1.0
+            known = known and counts
+            full[j][0] += known and hit and right == 1.0
+            full[j][1] += known
             hits[slot][0] += hit
             hits[slot][1] += counts
             overlap = (1 - total_variation(q, p).item()) if counts else 0.0
@@ -127,15 +134,21 @@ def test_counts_are_those_of_the_definition(from_anchor: bool) -> None:
     for slot, (right, count) in hits.items():
         assert tuple(metrics[f"position_{slot}_acc"]) == (right, count)
     assert 0 < sum(right for right, _ in hits.values()) < size
-    assert tuple(metrics["full_acc"]) == (sum(right for right, _ in hits.values()), size)
+    assert tuple(metrics["position_acc"]) == (sum(right for right, _ in hits.values()), size)
     assert tuple(metrics["accept_rate"]) == pytest.approx((accepted, size), rel=1e-4)
     assert tuple(metrics["accept_len"]) == pytest.approx((blocks + lengths, blocks), rel=1e-4)
     assert tuple(metrics["eal"]) == (blocks + greedy, blocks)
-    assert DFlashObjective().acceptance_length(metrics) == pytest.approx(1 + greedy / blocks)
+    assert [tuple(metrics[f"full_acc_{j}"]) for j in range(len(hits))] == [tuple(pair) for pair in full]
+    assert [tuple(metrics[f"cond_acc_{j}"]) for j in range(len(hits))] == [
+        (right, reached) for (right, _), (_, reached) in zip(full, given, strict=True)
+    ]
+    assert full[-1][1] < full[0][1]
+    expected = 1 + sum(right / max(known, 1) for right, known in full)
+    assert DFlashObjective().acceptance_length(metrics) == pytest.approx(expected)
 
 
 def test_each_slot_is_labelled_with_the_token_of_its_place() -> None:
-    """Row 15 of the usual faults: slot j of a block with anchor a has label a + j, or a + j + 1 from the anchor on."""
+    """Pitfall 15: slot j of a block with anchor a has label a + j, or a + j + 1 from the anchor on."""
     for from_anchor, expected in ((False, [5, 6, 7]), (True, [5, 6, 7, 8])):
         speculator = random_speculator("dflash", **OPTIONS, sample_from_anchor=from_anchor)
         batch = packed(speculator, [[1] * 16], row=16)
@@ -174,7 +187,7 @@ def test_the_likeliest_draft_of_a_known_document_is_its_next_token(from_anchor: 
 
 @pytest.mark.parametrize("masks", [[[0] * 9], [[1] * 4], []])
 def test_a_batch_without_anchors_is_harmless(masks: list[list[int]]) -> None:
-    """Row 23 of the usual faults: nothing supervised, too short, or all padding; loss and gradients are zeros."""
+    """Pitfall 23: nothing supervised, too short, or all padding; loss and gradients are zeros."""
     speculator = random_speculator("dflash", **OPTIONS)
     output = DFlashObjective().step(speculator.draft, packed(speculator, masks, row=12), verifier_head())
     assert output.loss.item() == 0
@@ -189,7 +202,7 @@ def test_a_batch_without_anchors_is_harmless(masks: list[list[int]]) -> None:
 @pytest.mark.parametrize("num_layers", [1, 2, 5])
 @pytest.mark.parametrize("position_weights", ["exponential", "dpace"])
 def test_mixed_lengths_and_padding_give_finite_numbers(num_layers: int, position_weights: str) -> None:
-    """Row 23 of the usual faults."""
+    """Pitfall 23."""
     speculator = random_speculator("dflash", block_size=4, num_layers=num_layers, sliding_window=2)
     batch = packed(speculator, [[1] * 5, [0] * 7, [1] * 11, [0, 1, 0, 0, 0, 0, 0]], row=16)
     output = DFlashObjective(position_weights=position_weights).step(speculator.draft, batch, verifier_head())
@@ -225,7 +238,7 @@ def test_knobs_do_what_they_say() -> None:
 
 
 def test_the_mask_of_a_slot_is_its_own_tokens() -> None:
-    """Row 14 of the usual faults: one hole in the mask takes out the one slot of each block that stands on it."""
+    """Pitfall 14: one hole in the mask takes out the one slot of each block that stands on it."""
     speculator = random_speculator("dflash", **OPTIONS)
     mask = [1] * 12
     mask[6] = 0

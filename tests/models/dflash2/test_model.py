@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from speculators.models.dflash2.config import DFlash2Config
 from speculators.models.dflash2.model import DFlash2Layer, DFlash2Model, GroupedDynamicCausalConv
 from speculators.models.draft_model import DraftContext
+from speculators.models.proposing import Drafts
 from speculators.models.speculator import Speculator
 from speculators.train.config import TrainConfig
 from speculators.train.optim import build_optimizers
@@ -113,8 +114,9 @@ def test_the_walk_scores_candidates_after_the_token_chosen_before() -> None:
     assert isinstance(draft, DFlash2Model)
     selector, head = draft.candidate_selector, draft.lm_head.weight
     states_BSH, anchors, sampler = torch.randn(3, 4, 32), [4, 11, 39], Recorder()
-    proposal = draft.choose(states_BSH, torch.tensor(anchors), sampler)
-    assert proposal.token_ids_BK.shape == (3, 3)
+    drafts = Drafts(draft, sampler, 3)
+    draft.choose(states_BSH, torch.tensor(anchors), drafts)
+    assert len(drafts.token_ids) == 3
     for row, anchor in enumerate(anchors):
         previous = anchor
         for step in range(3):
@@ -126,9 +128,9 @@ def test_the_walk_scores_candidates_after_the_token_chosen_before() -> None:
             for token in candidates:
                 expected[token] = unary[token] + query @ selector.successor_codebook[token]
             torch.testing.assert_close(sampler.logits[step][row], expected, atol=1e-4, rtol=1e-4)
-            torch.testing.assert_close(proposal.probs_BKD[row, step], expected.softmax(-1), atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(drafts.probs[step][row], expected.softmax(-1), atol=1e-4, rtol=1e-4)
             previous = int(expected.argsort(descending=True)[1])
-            assert proposal.token_ids_BK[row, step] == previous
+            assert drafts.token_ids[step][row] == previous
 
 
 @torch.no_grad()

@@ -95,7 +95,7 @@ def test_the_selectors_loss_and_gradients_are_those_of_the_definition(chunk_rows
 
 
 def test_counts_are_those_of_the_definition() -> None:
-    """Of a draft that has learnt a little, so that it is right here and there."""
+    """Of a draft that has learnt a little, so that it is right here and there (pitfall 28)."""
     speculator, batch = case()
     optimizer = torch.optim.Adam(list(speculator.draft.trained_parameters()), lr=1e-2)
     for _ in range(5):
@@ -105,27 +105,33 @@ def test_counts_are_those_of_the_definition() -> None:
     metrics = DFlash2Objective().step(speculator.draft, batch, verifier_head()).metrics
     recalled, chosen, lengths = 0, 0, 0
     found = blocks(speculator, batch)
+    full = [[0, 0] for _ in found[0]]
     for block in found:
-        right, before = True, block[0][2]
-        for _, known, previous in block:
+        right, counted, before = True, True, block[0][2]
+        for j, (_, known, previous) in enumerate(block):
             recalled += known is not None and known.label in known.best
             chosen += known is not None and known.chosen(previous) == known.label
             # What the draft would do by itself, as long as it is right.
             right = right and known is not None and known.chosen(before) == known.label
             lengths += right
+            counted = counted and known is not None
+            full[j][0] += right
+            full[j][1] += counted
             before = known.label if known else -1
     assert 0 < chosen < recalled < 19
     assert 0 < lengths < chosen
     assert tuple(metrics["candidate_recall"]) == (recalled, 19)
     assert tuple(metrics["selector_acc"]) == (chosen, recalled)
     assert tuple(metrics["eal"]) == (len(found) + lengths, len(found))
-    assert DFlash2Objective().acceptance_length(metrics) == pytest.approx(1 + lengths / len(found))
+    assert [tuple(metrics[f"full_acc_{j}"]) for j in range(len(full))] == [tuple(pair) for pair in full]
+    expected = 1 + sum(right / max(count, 1) for right, count in full)
+    assert DFlash2Objective().acceptance_length(metrics) == pytest.approx(expected)
     assert metrics["loss"].sum == pytest.approx(metrics["unary_loss"].sum + metrics["selector_loss"].sum, rel=1e-5)
 
 
 @pytest.mark.parametrize("masks", [[[0] * 9], []])
 def test_a_batch_without_anchors_is_harmless(masks: list[list[int]]) -> None:
-    """Row 23 of the usual faults."""
+    """Pitfall 23."""
     speculator, _ = case()
     batch = pack(masks, row=12, num_aux=len(speculator.draft.aux_layer_ids))
     output = DFlash2Objective().step(speculator.draft, batch, verifier_head())

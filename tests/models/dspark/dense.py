@@ -65,10 +65,11 @@ class Dense:
         certain = [slot.logit.sigmoid().item() for slot in self.slots]
         accepted = [slot.acceptance for slot in self.slots]
         return {
-            "full_acc": (sum(hits), size),
+            "position_acc": (sum(hits), size),
             "accept_rate": (sum(accepted), size),
             "accept_len": (sum(1 + sum(_runs(block, Slot.acceptance.fget)) for block in self.blocks), blocks),
             "eal": (sum(1 + sum(_runs(block, _hit)) for block in self.blocks), blocks),
+            **{f"full_acc_{slot}": self.prefixes(slot) for slot in range(len(self.blocks[0]))},
             "confidence_pred_mean": (sum(certain), size),
             "confidence_abs_error": (sum(abs(c - a) for c, a in zip(certain, accepted, strict=True)), size),
             "confidence_cumprod_bias": (
@@ -76,6 +77,11 @@ class Dense:
                 size,
             ),
         }
+
+    def prefixes(self, last: int) -> tuple[float, int]:
+        """Blocks that are right up to a slot, of those whose slots count up to there."""
+        counted = [block[: last + 1] for block in self.blocks if all(slot.counted for slot in block[: last + 1])]
+        return sum(all(_hit(slot) for slot in block) for block in counted), len(counted)
 
 
 def _hit(slot: Slot) -> float:

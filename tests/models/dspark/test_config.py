@@ -40,6 +40,7 @@ def test_another_writers_file_is_read_and_written_back_but_for_its_noise() -> No
 
 
 def test_keys_that_readers_take_differently_are_always_written() -> None:
+    """Every flag does something, and no key is ignored (pitfall 10)."""
     config = golden()
     for key in ("sample_from_anchor", "sliding_window_non_causal", "enable_confidence_head", "markov_head_type"):
         del config[key]
@@ -77,7 +78,7 @@ def test_confidence_tensors_follow_the_two_flags() -> None:
 
 
 def test_a_layer_is_causal_where_it_has_a_window_as_vllm_reads_it() -> None:
-    """Row 12: the mask's kind must not lie in a key that the server does not read."""
+    """Pitfall 12: the mask's kind must not lie in a key that the server does not read."""
     config = DSparkConfig.from_json(with_layers("full_attention", "sliding_attention"))
     assert [config.is_causal(layer) for layer in (0, 1)] == [False, True]
     vacuous = DSparkConfig.from_json(with_layers("full_attention", sliding_window_non_causal=True))
@@ -150,7 +151,7 @@ def test_a_window_that_is_not_causal_is_refused() -> None:
 @pytest.mark.parametrize("block_size", [2, 8])
 @pytest.mark.parametrize("sample_from_anchor", [True, False])
 def test_a_block_drafts_as_many_tokens_as_the_config_promises(block_size: int, sample_from_anchor: bool) -> None:
-    """Row 20: with the anchor's own slot a block of B gives B tokens, without it B - 1."""
+    """Pitfall 20: with the anchor's own slot a block of B gives B tokens, without it B - 1."""
     options = {"block_size": block_size, "sample_from_anchor": sample_from_anchor, "num_layers": 1, "markov_rank": 4}
     speculator = random_speculator("dspark", **options)
     promised = block_size - (0 if sample_from_anchor else 1)

@@ -64,7 +64,7 @@ def served(speculator: Speculator, row, anchor: int, sampler: Likeliest, num_tok
 @pytest.mark.parametrize("from_anchor", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_stepping_by_hand_with_true_tokens_gives_the_training_logits(kind: str, from_anchor: bool) -> None:
-    """Row 19: the Markov head is shown the same token before in training, by hand and by `propose`, in both layouts."""
+    """Pitfall 19: the Markov head is shown the same token before in training, by hand and by `propose`."""
     speculator = random_speculator("dspark", **BLOCK, markov_head_type=kind, sample_from_anchor=from_anchor)
     draft, vocab = speculator.draft, speculator.vocab
     row = document(14, len(draft.aux_layer_ids))
@@ -94,7 +94,7 @@ def test_stepping_by_hand_with_true_tokens_gives_the_training_logits(kind: str, 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_own_tokens_are_fed_back_as_the_verifiers_ids(kind: str) -> None:
-    """Row 22: 8 of 32 tokens with gaps; W1 reads the verifier's ids, W2 writes draft ids, each id is mapped between."""
+    """Pitfall 22: 8 of 32 tokens; W1 reads the verifier's ids, W2 writes draft ids, all are mapped between."""
     kept = [1, 2, 7, 11, 12, 20, 27, 31]
     shape = verifier_shape(vocab_size=32)
     config = DSparkDraft(**BLOCK, draft_vocab_size=8, markov_head_type=kind).resolve(shape)

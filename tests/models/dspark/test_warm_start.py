@@ -42,6 +42,7 @@ def drafts_of(speculator: Speculator) -> Proposal:
 
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
 def test_backbone_and_vocabulary_are_taken_over_bit_for_bit_and_heads_are_fresh(kind: str) -> None:
+    """A vocabulary map stays with its weights (pitfall 33)."""
     dflash = random_speculator("dflash", **BLOCK)
     spark = from_dflash(dflash, target(markov_head_type=kind), seed=4)
     given, taken = dflash.draft.state_dict(), spark.draft.state_dict()

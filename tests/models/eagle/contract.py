@@ -5,8 +5,8 @@ from torch import Tensor
 
 from speculators.models.draft_model import PackedBatch
 from speculators.models.eagle.objective import align
-from speculators.models.eagle.unroll import Unroll
 from speculators.models.speculator import Speculator
+from speculators.models.unroll import Unroll
 from tests.models.contract import FamilyContract, Flag, Overfit
 from tests.models.drafts import verifier_head
 

@@ -20,7 +20,7 @@ GRID = [
 
 
 def test_one_layer_without_an_input_norm_adds_its_residual_at_the_end() -> None:
-    """Row 11: fc([embedding ; state]) enters attention unnormed, hidden + residual leaves, and no norm follows."""
+    """Pitfall 11: fc([embedding ; state]) enters attention unnormed, hidden + residual leaves, and no norm follows."""
     speculator = random_speculator("eagle")
     w = dict(speculator.draft.named_parameters())
     (tokens,), (states,) = random_inputs(1, 5, HIDDEN, VOCAB)
@@ -40,7 +40,7 @@ def test_one_layer_without_an_input_norm_adds_its_residual_at_the_end() -> None:
 
 @pytest.mark.parametrize("options", GRID, ids=str)
 def test_biases_and_norms_are_there_where_their_flags_say_so(options: dict, tmp_path: Path) -> None:
-    """Row 34: the grid of biases and extra norms, with one and two layers, written, read, and computed by hand."""
+    """Pitfall 34: the grid of biases and extra norms, with one and two layers, written, read, and computed by hand."""
     speculator = random_speculator("eagle", **options)
     speculator.save_pretrained(tmp_path / "saved", dtype=torch.float32)
     stored = load_file(tmp_path / "saved" / "model.safetensors")
@@ -71,6 +71,7 @@ def test_biases_and_norms_are_there_where_their_flags_say_so(options: dict, tmp_
 
 
 def test_a_file_may_have_embeddings_of_its_own_but_no_head(tmp_path: Path) -> None:
+    """The verifier's tensors are shared, stored as they are, or left out (pitfall 30)."""
     speculator = random_speculator("eagle")
     speculator.save_pretrained(tmp_path / "saved", dtype=torch.float32)
     file = tmp_path / "saved" / "model.safetensors"

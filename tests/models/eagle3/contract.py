@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from speculators.models.draft_model import PackedBatch
-from speculators.models.eagle3.objective import align
-from speculators.models.eagle3.unroll import Unroll
+from speculators.models.eagle3.distillation import align
 from speculators.models.speculator import Speculator
+from speculators.models.unroll import Unroll
 from tests.models.contract import FamilyContract, Flag, Overfit
 
 DEPTH = 3

@@ -4,10 +4,12 @@ from pydantic import ValidationError
 
 from speculators.errors import UsageError
 from speculators.models.draft_model import PackedBatch
+from speculators.models.eagle3.distillation import align
 from speculators.models.eagle3.draft import Eagle3Draft
-from speculators.models.eagle3.objective import Eagle3Objective, acceptance_counts, align, schedule
+from speculators.models.eagle3.objective import Eagle3Objective
 from speculators.models.family import Count
 from speculators.models.losses import VerifierHead
+from speculators.models.supervision import schedule
 from tests.models.drafts import document_of, gradients, pack, random_speculator, verifier_shape, verifier_weights
 from tests.models.eagle3.dense import dense_loss
 
@@ -76,7 +78,7 @@ def test_counts_of_the_loss_are_those_of_the_supervised_labels() -> None:
 
 @pytest.mark.parametrize("supervised", range(8))
 def test_a_single_supervised_token_is_predicted_from_the_right_places(supervised: int) -> None:
-    """Pitfalls row 14: ids, teacher and mask are shifted together, wherever the one token stands."""
+    """Pitfall 14: ids, teacher and mask are shifted together, wherever the one token stands."""
     mask = [int(index == supervised) for index in range(8)]
     aligned = align(pack([[0, 0, 1], mask], row=16))
     tokens_before = 2  # of the first document, positions up to its last supervised prediction: one
@@ -101,7 +103,7 @@ def test_step_inputs_are_the_tokens_and_states_that_serving_has() -> None:
 
 
 def test_one_supervised_token_gives_one_row_of_gradient_a_step() -> None:
-    """Pitfalls row 14."""
+    """Pitfall 14."""
     speculator = random_speculator()
     mask = [0, 0, 0, 0, 0, 1, 0, 0]
     states: list[torch.Tensor] = []
@@ -126,7 +128,7 @@ def test_one_supervised_token_gives_one_row_of_gradient_a_step() -> None:
 
 @pytest.mark.parametrize("ttt_steps", [1, 2, 3])
 def test_packed_documents_are_as_if_alone(ttt_steps: int) -> None:
-    """Pitfalls row 17; the second document of MASKS starts supervised."""
+    """Pitfall 17; the second document of MASKS starts supervised."""
     speculator, objective = random_speculator(num_layers=2), Eagle3Objective(ttt_steps=ttt_steps)
     batch = pack(MASKS, row=16)
     together = objective.step(speculator.draft, batch, HEAD)
@@ -146,7 +148,7 @@ def test_packed_documents_are_as_if_alone(ttt_steps: int) -> None:
 
 @pytest.mark.parametrize("ttt_steps", [1, 2, 3])
 def test_another_document_has_no_gradient(ttt_steps: int) -> None:
-    """Pitfalls row 17: what one document learns does not depend on the states of its neighbours."""
+    """Pitfall 17: what one document learns does not depend on the states of its neighbours."""
     batch = pack([[0] * 5, [1] * 6, [0] * 5], row=16)
     batch.aux_hidden_states.requires_grad_()
     Eagle3Objective(ttt_steps=ttt_steps).step(random_speculator().draft, batch, HEAD).loss.backward()
@@ -163,7 +165,7 @@ def test_equal_ids_of_neighbouring_rows_are_different_documents() -> None:
 
 @pytest.mark.parametrize("num_layers", [1, 2, 5])
 def test_everything_stays_finite_with_padding_and_unsupervised_documents(num_layers: int) -> None:
-    """Pitfalls row 23."""
+    """Pitfall 23."""
     speculator = random_speculator(num_layers=num_layers)
     output = Eagle3Objective().step(speculator.draft, pack([*MASKS, [0] * 9], row=32), HEAD)
     output.loss.backward()
@@ -173,25 +175,13 @@ def test_everything_stays_finite_with_padding_and_unsupervised_documents(num_lay
 
 @pytest.mark.parametrize("masks", [[[0, 0, 0]], [[1, 1]], [[1]]])
 def test_a_batch_with_nothing_to_learn_is_a_zero_that_can_be_differentiated(masks: list[list[int]]) -> None:
+    """Nothing to learn is a zero and no NaN (pitfall 23)."""
     speculator = random_speculator()
     output = Eagle3Objective().step(speculator.draft, pack(masks, row=5), HEAD)
     output.loss.backward()
     assert output.loss.item() == 0
     assert set(output.metrics.values()) == {Count(0, 0)}
     assert all((gradient == 0).all() for gradient in gradients(speculator.draft).values())
-
-
-def test_acceptance_counts_by_hand() -> None:
-    """Pitfalls row 28: acceptance is that of prefixes, and a position that is not scored is no mismatch."""
-    counted = [torch.tensor([1, 1, 1, 0, 1], dtype=torch.bool), torch.tensor([1, 1, 0, 1, 1], dtype=torch.bool)]
-    hits = [torch.tensor([True, False, True, True]), torch.tensor([True, True, True, False])]
-    # Step 0: 3 of 4 right. Step 1: positions 0, 1, 4 count at both; 0 is right at both; 0 and 4 were right before.
-    assert acceptance_counts(hits, counted).tolist() == [[3, 4, 4], [1, 3, 2]]
-
-
-def test_acceptance_length_is_one_and_the_prefix_rates() -> None:
-    counts = {"full_acc_0": Count(3, 4), "full_acc_1": Count(1, 2), "full_acc_2": Count(0, 0)}
-    assert Eagle3Objective().acceptance_length(counts) == pytest.approx(2.25)
 
 
 def test_under_autocast_gradients_are_float32_and_near() -> None:

@@ -28,7 +28,7 @@ def propose(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_is_written_read_and_computed_by_hand(layout: str, tmp_path: Path) -> None:
-    """Row 36: output heads of their own and one shared head, which is stored once."""
+    """Pitfall 36: output heads of their own and one shared head, which is stored once."""
     options = LAYOUTS[layout]
     random_speculator("medusa", **options).save_pretrained(tmp_path / "saved", dtype=torch.float32)
     stored = load_file(tmp_path / "saved" / "model.safetensors")
@@ -77,6 +77,7 @@ def test_a_fresh_draft_says_what_the_verifiers_head_says(shared: bool) -> None:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_truncated_vocabulary_is_stored_as_the_verifiers_ids(shared: bool, tmp_path: Path) -> None:
+    """Drafted ids are the verifier's, probabilities those of the draft's ids (pitfall 22)."""
     speculator = random_speculator("medusa", num_heads=2, shared_lm_head=shared)
     speculator.save_pretrained(tmp_path / "saved", dtype=torch.float32)
     stored = load_file(tmp_path / "saved" / "model.safetensors")
@@ -98,6 +99,7 @@ def test_a_truncated_vocabulary_is_stored_as_the_verifiers_ids(shared: bool, tmp
 
 @pytest.mark.parametrize("change", ["swapped", "twice", "negative", "outside"])
 def test_a_map_that_is_not_ascending_ids_of_the_verifier_is_refused(change: str, tmp_path: Path) -> None:
+    """A map in another form is refused (pitfall 32)."""
     random_speculator("medusa").save_pretrained(tmp_path / "saved")
     file = tmp_path / "saved" / "model.safetensors"
     tensors = load_file(file)
@@ -118,7 +120,7 @@ def test_fewer_tokens_than_heads_come_from_the_first_and_more_are_refused() -> N
     assert torch.equal(one.token_ids_BK, every.token_ids_BK[:, :1])
     assert (one.lengths_B.tolist(), every.lengths_B.tolist()) == ([1, 0, 1], [3, 0, 3])
     assert propose(speculator, states, [2, 0, 1], 0)[0].token_ids_BK.shape == (3, 0)
-    with pytest.raises(SpeculatorsError, match="4 tokens asked of a draft with 3 heads"):
+    with pytest.raises(SpeculatorsError, match="4 draft tokens asked for; this draft makes at most 3"):
         propose(speculator, states, [2, 2, 2], 4)
 
 

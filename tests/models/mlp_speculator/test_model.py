@@ -20,7 +20,7 @@ OPTIONS = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("num_tokens", [1, 2, 4])
 def test_drafts_are_those_of_the_formula(options: dict, num_tokens: int, tmp_path: Path) -> None:
-    """Row 35: tied or not, scaled or not, and fewer tokens than heads, which are then the first ones'."""
+    """Pitfall 35: tied or not, scaled or not, and fewer tokens than heads, which are then the first ones'."""
     random_speculator("mlp_speculator", **options).save_pretrained(tmp_path / "saved", dtype=torch.float32)
     stored = load_file(tmp_path / "saved" / "model.safetensors")
     loaded = Speculator.from_pretrained(tmp_path / "saved")
@@ -37,7 +37,7 @@ def test_drafts_are_those_of_the_formula(options: dict, num_tokens: int, tmp_pat
 
 
 def test_a_tied_draft_is_stored_once_and_read_with_copies_too(tmp_path: Path) -> None:
-    """Row 35: whatever a writer does with shared tensors, one set of numbers is meant."""
+    """Pitfall 35: whatever a writer does with shared tensors, one set of numbers is meant."""
     speculator = random_speculator("mlp_speculator", n_predict=4)
     speculator.save_pretrained(tmp_path / "saved", dtype=torch.float32)
     file = tmp_path / "saved" / "model.safetensors"
@@ -96,7 +96,7 @@ def test_a_row_of_no_new_token_takes_no_part_and_more_tokens_than_steps_are_refu
     assert some.lengths_B.tolist() == [3, 0]
     assert torch.equal(some.token_ids_BK[0], every.token_ids_BK[0])
     assert greedy_proposal(speculator, tokens, states, [3, 3], 0)[0].token_ids_BK.shape == (2, 0)
-    with pytest.raises(SpeculatorsError, match="4 tokens asked of a draft with 3 steps"):
+    with pytest.raises(SpeculatorsError, match="4 draft tokens asked for; this draft makes at most 3"):
         greedy_proposal(speculator, tokens, states, [3, 3], 4)
 
 

@@ -28,6 +28,7 @@ def random_document(length: int, seed: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("style", RAW)
 def test_packed_steps_are_those_of_transformers_layer_on_each_document(style: str) -> None:
+    """A gain that is stored less one is read so; what is turned is what the config says (pitfall 2 and pitfall 4)."""
     speculator = speculator_of(style)
     twin = DenseBlock(style, speculator.draft.state_dict())
     documents = [random_document(length, seed) for length, seed in ((12, 1), (7, 2))]
@@ -90,6 +91,7 @@ def test_later_drafts_see_true_states_first_and_their_own_after(style: str) -> N
 
 @pytest.mark.parametrize("style", ["llama_bias", "qwen3_next", "qwen3_5"])
 def test_a_fresh_block_has_neutral_norms_and_zero_biases(style: str) -> None:
+    """A gain that is stored less one is read so (pitfall 2)."""
     draft = random_speculator("mtp", **of_style(style)).draft
     draft.reset_parameters(torch.Generator().manual_seed(1))
     for name, parameter in draft.mtp_layers.named_parameters():

@@ -96,6 +96,10 @@ def test_a_quantised_verifiers_block_is_not_quantised() -> None:
 
 
 def test_flat_and_nested_rope_are_read_alike() -> None:
+    """What is turned is what the config says; base and type of the rotation are the verifier's.
+
+    Pitfall 4 and pitfall 5.
+    """
     glm = config_of("glm").transformer_layer_config
     assert glm.rope_parameters == {"rope_type": "default", "rope_theta": 1000000, "partial_rotary_factor": 0.5}
     assert glm.model_extra.keys().isdisjoint({"rope_theta", "partial_rotary_factor"})

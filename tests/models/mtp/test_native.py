@@ -33,6 +33,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("style", LAYOUTS)
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_block_is_written_and_read_back_bit_by_bit(style: str, fused: bool) -> None:
+    """A block's native tensors are mapped, all of them (pitfall 37)."""
     speculator = speculator_of(style)
     experts = speculator.config.transformer_layer_config.num_routed_experts
     ours = {name: tensor for name, tensor in speculator.draft.state_dict().items() if name.startswith("mtp_layers.")}
@@ -72,6 +73,7 @@ def native_layer(style: str) -> tuple[Any, MtpLayer, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("style", ["deepseek", "glm"])
 def test_native_tensors_compute_what_transformers_computes_with_them(style: str) -> None:
+    """A block's native tensors are mapped, all of them (pitfall 37)."""
     rotary, layer, native = native_layer(style)
     model = MtpModel(config_of(style))
     tensors = from_native(find_layout(native, 4).origins(native), native.__getitem__)

@@ -93,7 +93,7 @@ def test_a_batch_without_labels_has_a_loss_of_zero(masks: list[list[int]]) -> No
 
 
 def test_a_step_without_labels_leaves_the_others_as_they_are() -> None:
-    """The last token of all is a label of the last step alone."""
+    """The last token of all is a label of the last step alone (pitfall 14)."""
     speculator = random_speculator("mtp")
     output = MtpObjective().step(speculator.draft, pack([[0] * 7 + [1]], row=8), verifier_head())
     total, count = output.metrics["loss_2"]
@@ -115,7 +115,7 @@ def test_knobs() -> None:
 
 
 def test_acceptance_is_counted_position_by_position() -> None:
-    """The head says token 3 or token 5, by the sign of one direction, and the data hold nothing else."""
+    """The head says token 3 or token 5, by the sign of one direction, and the data hold nothing else (pitfall 28)."""
     speculator, batch = random_speculator("mtp"), pack([[1] * 24], row=24)
     batch.input_ids = torch.where(batch.input_ids > 15, 3, 5)
     head, direction = verifier_head(), torch.randn(32, generator=torch.Generator().manual_seed(1))

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from speculators.models.draft_model import PackedBatch
-from speculators.models.eagle3.objective import align
+from speculators.models.eagle3.distillation import align
 from speculators.models.peagle.parallel import Depths
 from speculators.models.speculator import Speculator
 from tests.models.contract import FamilyContract, Flag, Overfit

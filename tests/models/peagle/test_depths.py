@@ -5,15 +5,15 @@ import torch
 from scipy.stats import chi2
 from torch import Tensor
 
-from speculators.models.eagle3.objective import counted_positions
 from speculators.models.peagle.depths import kept_sizes, sample_anchors
+from speculators.models.supervision import counted_positions
 
 LENGTHS = [40, 7, 25, 1]
 # Of the second document the middle is not supervised; the fourth holds a single position.
 SUPERVISED = torch.tensor([True] * 40 + [True, True, False, False, True, True, True] + [True] * 25 + [True])
 
 
-def sampled(seed: int, ratio: float = 0.7, smallest: float = 0.2, depths: int = 8) -> tuple[list[Tensor], list[Tensor]]:
+def sampled(seed: int, ratio: float = 0.7, smallest: float = 0.2, depths: int = 8) -> tuple[list[Tensor], Tensor]:
     counted = counted_positions(SUPERVISED, LENGTHS, depths)
     torch.manual_seed(seed)
     return sample_anchors(counted, LENGTHS, ratio, smallest), counted
@@ -33,6 +33,7 @@ def test_sizes_by_hand() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_every_document_keeps_what_the_formula_says_of_it(seed: int) -> None:
+    """A document's share does not depend on the row that it lies in (pitfall 18)."""
     anchors, _ = sampled(seed)
     for number, valid in ((0, 40), (2, 25)):
         before = list(range(valid))

@@ -7,11 +7,12 @@ from torch import Tensor
 
 from speculators.errors import UsageError
 from speculators.models.draft_model import PackedBatch
-from speculators.models.eagle3.objective import align, counted_positions
+from speculators.models.eagle3.distillation import align
 from speculators.models.family import Count
 from speculators.models.peagle.depths import sample_anchors
 from speculators.models.peagle.draft import PEagleDraft
 from speculators.models.peagle.objective import PEagleObjective
+from speculators.models.supervision import counted_positions
 from tests.models.drafts import document_of, gradients, pack, random_speculator, verifier_head, verifier_shape
 from tests.models.peagle.dense import all_elements, dense_loss
 
@@ -110,7 +111,7 @@ def test_elements_of_the_masks_by_hand() -> None:
 
 @pytest.mark.parametrize("supervised", range(9))
 def test_a_single_supervised_token_is_one_row_of_gradient(supervised: int) -> None:
-    """Pitfalls row 14: ids, teacher and mask are shifted together; a lone token is predicted from two places before."""
+    """Pitfall 14: ids, teacher and mask are shifted together; a lone token is predicted from two places before."""
     mask = [int(index == supervised) for index in range(9)]
     speculator, states = random_speculator("peagle", num_layers=1), []
 
@@ -141,7 +142,7 @@ def test_a_single_supervised_token_is_one_row_of_gradient(supervised: int) -> No
 
 
 def test_packed_documents_are_as_if_alone_under_one_generator() -> None:
-    """Pitfalls row 17, with sampling: documents draw one after another, so the order of the draws is the same."""
+    """Pitfall 17, with sampling: documents draw one after another, so the order of the draws is the same."""
     speculator, objective = random_speculator("peagle", num_layers=2), PEagleObjective(num_depths=4)
     batch = pack([[1] * 12, [0, *[1] * 9], [0] * 5, [0, 0, 1, 1, 1]], row=24)
     torch.manual_seed(1)
@@ -162,7 +163,7 @@ def test_packed_documents_are_as_if_alone_under_one_generator() -> None:
 
 
 def test_another_document_has_no_gradient() -> None:
-    """Pitfalls row 17: what one document learns does not depend on the states of its neighbour."""
+    """Pitfall 17: what one document learns does not depend on the states of its neighbour."""
     speculator, batch = random_speculator("peagle", num_layers=2), pack([[0] * 6, [1] * 8], row=14)
     batch.aux_hidden_states.requires_grad_()
     batch.loss_mask[0, 6:8] = False
@@ -174,7 +175,7 @@ def test_another_document_has_no_gradient() -> None:
 
 @pytest.mark.parametrize("num_layers", [1, 2, 5])
 def test_everything_stays_finite_with_padding_and_unsupervised_documents(num_layers: int) -> None:
-    """Pitfalls row 23."""
+    """Pitfall 23."""
     speculator = random_speculator("peagle", num_layers=num_layers)
     output = PEagleObjective().step(speculator.draft, pack([*MASKS, [0] * 9], row=32), HEAD)
     output.loss.backward()
@@ -184,6 +185,7 @@ def test_everything_stays_finite_with_padding_and_unsupervised_documents(num_lay
 
 @pytest.mark.parametrize("masks", [[[0, 0, 0]], [[1, 1]], [[1]]])
 def test_a_batch_with_nothing_to_learn_is_a_zero_that_can_be_differentiated(masks: list[list[int]]) -> None:
+    """Nothing to learn is a zero and no NaN (pitfall 23)."""
     speculator = random_speculator("peagle", num_layers=2)
     output = PEagleObjective().step(speculator.draft, pack(masks, row=5), HEAD)
     output.loss.backward()
@@ -193,6 +195,7 @@ def test_a_batch_with_nothing_to_learn_is_a_zero_that_can_be_differentiated(mask
 
 
 def test_evaluation_keeps_all_elements_and_draws_no_luck() -> None:
+    """Gradients and modes of training are what they seem (pitfall 27)."""
     speculator, batch, objective = (
         random_speculator("peagle", num_layers=2),
         pack([[1] * 14], row=14),
@@ -229,11 +232,6 @@ def test_every_loss_of_the_table_can_be_chosen() -> None:
     mixed = PEagleObjective(num_depths=3, down_sample_ratio=1.0, loss={"kl_div": 0.5, "ce": 0.1, "tv": 2.0})
     expected = 0.5 * by_name["kl_div"].loss + 0.1 * by_name["ce"].loss + 2.0 * by_name["tv"].loss
     torch.testing.assert_close(mixed.step(speculator.draft, batch, HEAD).loss, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_acceptance_length_is_one_and_the_prefix_rates() -> None:
-    counts = {"full_acc_0": Count(3, 4), "full_acc_1": Count(1, 2), "full_acc_2": Count(0, 0)}
-    assert PEagleObjective(num_depths=3).acceptance_length(counts) == pytest.approx(2.25)
 
 
 def test_knobs_are_checked() -> None:

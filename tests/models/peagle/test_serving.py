@@ -80,7 +80,7 @@ def test_a_directory_of_independent_software_is_served_as_its_formula_says() -> 
 
 
 def test_mask_slots_do_not_survive_in_the_cache() -> None:
-    """Pitfalls row 67: after a proposal the cache is that of a request that never drafted, wherever it may be read."""
+    """Pitfall 67: after a proposal the cache is that of a request that never drafted, wherever it may be read."""
     speculator = random_speculator("peagle", **OPTIONS)
     documents = [document(12, 1), document(12, 2)]
     drafting, resting = speculator.draft.make_cache(2), speculator.draft.make_cache(2)
