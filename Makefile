@@ -11,7 +11,7 @@ TEST_WORKERS ?= 2
 # One thread in each test worker: two workers then fill two cores, and tiny tensors are fastest on one thread.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal
 
-.PHONY: help install quickstart check test test-full test-vllm test-interop clean
+.PHONY: help install quickstart check test test-full test-vllm test-extract-vllm test-interop clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -46,6 +46,9 @@ test-vllm: .venv/ready .venv-vllm/complete ## speculators of ours, unmodified, i
 	$(BIN)/python tests/vllm/compare.py --vllm-python .venv-vllm/bin/python \
 	  --speculator out/quickstart/speculator --out out/vllm_check.json
 	OMP_NUM_THREADS=1 $(BIN)/python tests/vllm/matrix.py --vllm-python .venv-vllm/bin/python --out out/vllm_matrix.json
+
+test-extract-vllm: .venv/ready .venv-vllm/complete ## hidden states from real vLLM on the CPU through our connector
+	$(BIN)/python tests/vllm/extract_parity.py --vllm-python .venv-vllm/bin/python --out out/extract_parity.json
 
 .venv-peer/complete: tests/interop/make_env.sh
 	PYTHON=$(PYTHON) bash tests/interop/make_env.sh .venv-peer

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from importlib import metadata
-from typing import Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -20,6 +20,7 @@ MAX_SPECULATIVE_TOKENS = 128  # vLLM's rejection sampler asserts on more
 _FALLBACK_VERSION = "0.1.0"
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+LayerIds = Annotated[list[Annotated[int, Field(ge=0, le=4096)]], Field(min_length=1, max_length=1024)]
 
 
 class TensorSpec(NamedTuple):
@@ -172,10 +173,14 @@ class SpeculatorConfig(Strict):
 
 
 class DecoderDraftConfig(SpeculatorConfig):
-    """A family whose draft is made of decoder layers, with a draft vocabulary that may be a part of the verifier's.
+    """A family of decoder layers that read auxiliary states, with a vocabulary that may be a part of the verifier's.
 
-    `draft_vocab_size` equals `transformer_layer_config.vocab_size` where nothing is left out.
+    `draft_vocab_size` equals `transformer_layer_config.vocab_size` where nothing is left out. `target_hidden_size` is
+    the verifier's width where the draft has another.
     """
+
+    # The family's key for the depths of the verifier, a list.
+    layer_ids_key: ClassVar[str]
 
     transformer_layer_config: DecoderConfig
     draft_vocab_size: Vocabulary
@@ -184,20 +189,39 @@ class DecoderDraftConfig(SpeculatorConfig):
     def disagreements(self) -> Iterator[tuple[str, str]]:
         """Yield the fault (its slug and what it says) of every pair of values that cannot both hold."""
         yield from super().disagreements()
-        layer = self.transformer_layer_config
+        layer, ids = self.transformer_layer_config, self.aux_layer_ids
         if self.draft_vocab_size > layer.vocab_size:
             yield "contradiction", f"draft_vocab_size {self.draft_vocab_size} exceeds vocab_size {layer.vocab_size}"
         if layer.mlp_bias:
             yield "contradiction", "transformer_layer_config.mlp_bias is true; a draft has no MLP biases"
+        if ids != sorted(set(ids)):
+            order = "the order in which engines concatenate the states whatever is written"
+            yield "layer-ids", f"{self.layer_ids_key} is {ids}; expected {sorted(set(ids))}, {order}"
 
     def to_json(self) -> dict[str, Any]:
         """Return what `config.json` holds, the layer block as it is written."""
         return super().to_json() | {"transformer_layer_config": self.transformer_layer_config.to_json()}
 
     @property
+    def aux_layer_ids(self) -> list[int]:
+        """Depths of the verifier whose residual streams feed the draft, ascending."""
+        ids: list[int] = getattr(self, self.layer_ids_key)
+        return ids
+
+    @property
     def verifier_hidden_size(self) -> int:
         """Width of the verifier's hidden states, of which each auxiliary layer gives one per token."""
         return self.target_hidden_size or self.transformer_layer_config.hidden_size
+
+    @property
+    def num_features(self) -> int:
+        """Width of the auxiliary states side by side, which `fc` reads."""
+        return len(self.aux_layer_ids) * self.verifier_hidden_size
+
+    @property
+    def has_own_width(self) -> bool:
+        """Whether the verifier's embeddings and head do not fit the draft, so that it has both of its own."""
+        return self.transformer_layer_config.hidden_size != self.verifier_hidden_size
 
     @property
     def verifier_vocab_size(self) -> int:
@@ -209,51 +233,62 @@ class DecoderDraftConfig(SpeculatorConfig):
         """Size of the draft vocabulary."""
         return self.draft_vocab_size
 
-    def network(self) -> str:
-        """Say in a few words what the draft is made of, as for a model card."""
-        layer = self.transformer_layer_config
-        layers = f"{layer.num_hidden_layers} `{layer.model_type}` layer{'s' if layer.num_hidden_layers > 1 else ''}"
-        return f"{layers} of width {layer.hidden_size}"
-
-    def vocabulary_tensors(self) -> dict[str, TensorSpec]:
-        """Return `lm_head`, `d2t` and `t2d`: the first two are there exactly when the draft vocabulary is reduced.
-
-        A full-vocabulary head may be shipped, a map may not; `t2d` follows from `d2t`.
-        """
-        layer = self.transformer_layer_config
-        reduced = self.draft_vocab_size < layer.vocab_size
-        tensors = {
-            "lm_head.weight": TensorSpec((self.draft_vocab_size, layer.hidden_size), required=reduced),
-            "t2d": TensorSpec((layer.vocab_size,), "bool", required=False),
-        }
-        return tensors | ({"d2t": TensorSpec((self.draft_vocab_size,), "int")} if reduced else {})
-
-    def layer_tensors(self, index: int, *, attention_input: int | None = None) -> dict[str, TensorSpec]:
-        """Return the tensors of decoder layer `index`; `attention_input` is what q, k and v read, if not one state."""
-        layer = self.transformer_layer_config
-        hidden, intermediate = layer.hidden_size, layer.intermediate_size
-        wide, narrow = layer.num_attention_heads * layer.head_dim, layer.num_key_value_heads * layer.head_dim
-        read = attention_input or hidden
-        shapes: dict[str, tuple[int, ...]] = {
-            "self_attn.q_proj.weight": (wide, read),
-            "self_attn.k_proj.weight": (narrow, read),
-            "self_attn.v_proj.weight": (narrow, read),
-            "self_attn.o_proj.weight": (hidden, wide),
-            "mlp.gate_proj.weight": (intermediate, hidden),
-            "mlp.up_proj.weight": (intermediate, hidden),
-            "mlp.down_proj.weight": (hidden, intermediate),
-            "input_layernorm.weight": (hidden,),
-            "post_attention_layernorm.weight": (hidden,),
-        }
-        if layer.attention_bias:
-            shapes |= {f"self_attn.{name}_proj.bias": (wide if name == "q" else narrow,) for name in "qkv"}
-            if self.output_bias:
-                shapes["self_attn.o_proj.bias"] = (hidden,)
-        if layer.model_type == "qwen3":
-            shapes |= {"self_attn.q_norm.weight": (layer.head_dim,), "self_attn.k_norm.weight": (layer.head_dim,)}
-        return {f"layers.{index}.{name}": TensorSpec(shape) for name, shape in shapes.items()}
-
     @property
     def output_bias(self) -> bool:
         """Whether `attention_bias` gives the attention's output projection a bias too (vLLM's llama layers do)."""
         return self.transformer_layer_config.model_type == "llama"
+
+    def network(self) -> str:
+        """Say in a few words what the draft is made of, as for a model card."""
+        return self.transformer_layer_config.words
+
+    def vocabulary_tensors(self, *, own_embeddings: bool) -> dict[str, TensorSpec]:
+        """Return embeddings, head and map; `own_embeddings` says whether the first are not the verifier's.
+
+        A head is there where the vocabulary is reduced or the draft has a width of its own, and may be shipped
+        elsewhere. The map `d2t` is there exactly where the vocabulary is reduced; `t2d` follows from it.
+        """
+        layer, drafted = self.transformer_layer_config, self.draft_vocab_size
+        vocab, hidden, reduced = layer.vocab_size, layer.hidden_size, drafted < layer.vocab_size
+        tensors = {
+            "embed_tokens.weight": TensorSpec((vocab, hidden), required=own_embeddings),
+            "lm_head.weight": TensorSpec((drafted, hidden), required=reduced or self.has_own_width),
+            "t2d": TensorSpec((vocab,), "bool", required=False),
+        }
+        return tensors | ({"d2t": TensorSpec((drafted,), "int")} if reduced else {})
+
+
+def mask_token_problem(mask_token_id: int, vocab_size: int) -> Iterator[tuple[str, str]]:
+    """Yield the fault of a mask token that is no row of the embeddings, as `disagreements` does."""
+    if mask_token_id >= vocab_size:
+        yield "mask-token-id", f"mask_token_id {mask_token_id} has no embedding; expected an id below {vocab_size}"
+
+
+def layer_tensors(
+    layer: DecoderConfig, index: int, *, output_bias: bool, attention_input: int | None = None
+) -> dict[str, TensorSpec]:
+    """Return the tensors of decoder layer `index`; `attention_input` is what q, k and v read, if not one state.
+
+    `output_bias` says whether `attention_bias` holds for the attention's output projection too.
+    """
+    hidden, intermediate = layer.hidden_size, layer.intermediate_size
+    wide, narrow = layer.num_attention_heads * layer.head_dim, layer.num_key_value_heads * layer.head_dim
+    read = attention_input or hidden
+    shapes: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj.weight": (wide, read),
+        "self_attn.k_proj.weight": (narrow, read),
+        "self_attn.v_proj.weight": (narrow, read),
+        "self_attn.o_proj.weight": (hidden, wide),
+        "mlp.gate_proj.weight": (intermediate, hidden),
+        "mlp.up_proj.weight": (intermediate, hidden),
+        "mlp.down_proj.weight": (hidden, intermediate),
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+    }
+    if layer.attention_bias:
+        shapes |= {f"self_attn.{name}_proj.bias": (wide if name == "q" else narrow,) for name in "qkv"}
+        if output_bias:
+            shapes["self_attn.o_proj.bias"] = (hidden,)
+    if layer.model_type == "qwen3":
+        shapes |= {"self_attn.q_norm.weight": (layer.head_dim,), "self_attn.k_norm.weight": (layer.head_dim,)}
+    return {f"layers.{index}.{name}": TensorSpec(shape) for name, shape in shapes.items()}

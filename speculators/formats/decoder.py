@@ -171,6 +171,12 @@ class DecoderConfig(Strict):
         if sliding and not self.use_sliding_window:
             yield "layer_types has sliding_attention but use_sliding_window is false"
 
+    @property
+    def words(self) -> str:
+        """What the layers are in a few words, as for a model card."""
+        layers = f"{self.num_hidden_layers} `{self.model_type}` layer{'s' if self.num_hidden_layers > 1 else ''}"
+        return f"{layers} of width {self.hidden_size}"
+
     def to_json(self) -> dict[str, Any]:
         """Return the block as it is written: every value that changes numbers, and the other keys that were given."""
         absent = _WHEN_GIVEN - self.model_fields_set

@@ -75,6 +75,7 @@ FAULTS: dict[str, tuple[str, Level]] = {
     "integer-width": ("F053", "WARNING"),
     "reduced-vocabulary": ("F054", "ERROR"),
     "default-differs": ("F055", "ERROR"),
+    "acceptance-not-read": ("F056", "WARNING"),
 }
 
 # Keys that an engine reads before anything else have codes of their own; list positions are written as "0".

@@ -7,7 +7,7 @@ from typing import Any
 
 from speculators.formats.config import SpeculatorConfig
 from speculators.formats.faults import Fault, fault
-from speculators.formats.vllm_reading import INSTEAD, aux_features, causal_layers, default_of
+from speculators.formats.vllm_reading import INSTEAD, aux_features, default_of
 
 # Keys that only other writers add; where one is there, the meaning of a flag may be that writer's.
 _OF_OTHER_WRITERS = frozenset({"auto_map", "transformers_version"})
@@ -23,6 +23,9 @@ class Written:
         self.layer: Mapping[str, Any] = layer if isinstance(layer, dict) else {}
         kind = raw.get("speculators_model_type")
         self.kind = kind if isinstance(kind, str) else ""
+        block = raw.get("speculators_config")
+        methods = block.get("proposal_methods") if isinstance(block, dict) else None
+        self.proposals: list[Any] = methods if isinstance(methods, list) else []
 
     def is_true(self, key: str) -> bool:
         """Whether a top-level key is true, and not merely something that counts as true."""
@@ -36,6 +39,7 @@ def traps(raw: Mapping[str, Any], config: SpeculatorConfig | None) -> Iterator[F
     """
     written = Written(raw)
     yield from _second_proposal(written)
+    yield from _acceptance_rule(written)
     if config is None:
         return
     if written.kind in INSTEAD:
@@ -47,11 +51,19 @@ def traps(raw: Mapping[str, Any], config: SpeculatorConfig | None) -> Iterator[F
 
 
 def _second_proposal(written: Written) -> Iterator[Fault]:
-    block = written.raw.get("speculators_config")
-    methods = block.get("proposal_methods") if isinstance(block, dict) else None
-    if isinstance(methods, list) and len(methods) > 1:
-        text = f"{len(methods)} proposal methods; only the first is ever read: remove the others"
+    if len(written.proposals) > 1:
+        text = f"{len(written.proposals)} proposal methods; only the first is ever read: remove the others"
         yield fault("second-proposal", text)
+
+
+def _acceptance_rule(written: Written) -> Iterator[Fault]:
+    """What these two keys ask for would change the output's distribution, which no engine does."""
+    first = written.proposals[0] if written.proposals and isinstance(written.proposals[0], dict) else {}
+    for key, lossless in (("verifier_accept_k", 1), ("accept_tolerance", 0)):
+        value = first.get(key)
+        if isinstance(value, int | float) and value != lossless:
+            text = f"{key} is {value}, which engines do not read: they accept what keeps the verifier's distribution"
+            yield fault("acceptance-not-read", f"{text}; write {lossless}")
 
 
 def _absent_keys(written: Written, config: SpeculatorConfig) -> Iterator[Fault]:
@@ -79,10 +91,7 @@ def _llama_windows(written: Written, config: SpeculatorConfig) -> Iterator[Fault
         yield fault("sliding-window-ignored", f"{text}; use qwen3 layers or full_attention")
 
 
-def _norms_not_forwarded(written: Written, config: SpeculatorConfig) -> Iterator[Fault]:
-    if written.is_true("fc_norm"):
-        text = "fc_norm is true, which vLLM does not pass on for this type: it refuses the fc_norm.* tensors"
-        yield fault("fc-norm-not-read", f"{text}; train with norm_before_fc or without")
+def _norm_output(written: Written, config: SpeculatorConfig) -> Iterator[Fault]:
     if written.is_true("norm_output"):
         text = "norm_output is true, which vLLM does not pass on for this type; one pass recycles no state"
         yield fault("norm-output-not-read", f"{text}: set it to false")
@@ -104,13 +113,6 @@ def _one_causality(written: Written, config: SpeculatorConfig) -> Iterator[Fault
         yield fault("mixed-causality", f"{text}; {hint}")
 
 
-def _causality_by_layer(written: Written, config: SpeculatorConfig) -> Iterator[Fault]:
-    causal = [index for index, one in enumerate(causal_layers(config.to_json())) if one]
-    if written.is_true("sliding_window_non_causal") and causal:
-        text = "sliding_window_non_causal is true, which vLLM does not read for this type"
-        yield fault("causality-not-read", f"{text}: layers {causal} run causally there; write false")
-
-
 def _markov_head(written: Written, config: SpeculatorConfig) -> Iterator[Fault]:
     kind = written.raw.get("markov_head_type")
     if isinstance(kind, str) and kind != "vanilla":
@@ -118,34 +120,14 @@ def _markov_head(written: Written, config: SpeculatorConfig) -> Iterator[Fault]:
         yield fault("markov-head", f"{text}; train with 'vanilla' to serve there")
 
 
-def _whole_vocabulary(written: Written, config: SpeculatorConfig) -> Iterator[Fault]:
-    if config.num_draft_ids < config.verifier_vocab_size:
-        text = f"draft_vocab_size is {config.num_draft_ids} of {config.verifier_vocab_size}"
-        why = "vLLM's candidate selector takes draft ids for the verifier's"
-        yield fault("reduced-vocabulary", f"{text}, but {why}; train with the whole vocabulary")
-
-
-def _mask_token(written: Written, config: SpeculatorConfig) -> Iterator[Fault]:
-    mask = written.raw.get("mask_token_id")
-    if type(mask) is int and mask >= config.verifier_vocab_size:
-        text = f"mask_token_id is {mask}; expected a row of the draft's embeddings, below {config.verifier_vocab_size}"
-        yield fault("mask-token-id", text)
-
-
-def _block_size(written: Written, config: SpeculatorConfig) -> Iterator[Fault]:
-    most, tokens = config.max_speculative_tokens, config.num_speculative_tokens
-    if most is not None and tokens > most:
-        text = f"speculative_tokens is {tokens}, but a block of {written.raw.get('block_size')} predicts {most}"
-        yield fault("tokens-exceed-block", f"{text}; vLLM goes by the first alone: write {most} or fewer")
-
-
 Check = Callable[[Written, SpeculatorConfig], Iterator[Fault]]
 _EAGLE3: tuple[Check, ...] = (_feature_count, _llama_windows)
-_BLOCK: tuple[Check, ...] = (_mask_token, _block_size)
+_BLOCK: tuple[Check, ...] = (_anchor_sampling, _one_causality)
+# What two values of one file say against each other is the family's to refuse (`SpeculatorConfig.disagreements`).
 _CHECKS: dict[str, tuple[Check, ...]] = {
     "eagle3": _EAGLE3,
-    "peagle": (*_EAGLE3, _norms_not_forwarded, _mask_token),
-    "dflash": (*_BLOCK, _anchor_sampling, _one_causality),
-    "dflash2": (*_BLOCK, _anchor_sampling, _one_causality, _whole_vocabulary),
-    "dspark": (*_BLOCK, _causality_by_layer, _markov_head),
+    "peagle": (*_EAGLE3, _norm_output),
+    "dflash": _BLOCK,
+    "dflash2": _BLOCK,
+    "dspark": (_markov_head,),
 }

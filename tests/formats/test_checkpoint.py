@@ -96,7 +96,7 @@ class TestHeaders:
             assert raw[headers[name].start : headers[name].end] == tensor.contiguous().numpy().tobytes()
 
     def test_every_truncation_is_noticed(self, tmp_path: Path) -> None:
-        """Pitfalls row 46: a reader checks the header's length and the ranges against the file's size."""
+        """Pitfall 46: a reader checks the header's length and the ranges against the file's size."""
         path = tmp_path / "model.safetensors"
         save_file({"a": torch.ones(3), "b": torch.ones(2, 2)}, path)
         whole = path.read_bytes()
@@ -248,7 +248,7 @@ class TestSharded:
 
 
 class TestLoading:
-    """Pitfalls row 29: missing and unexpected tensors are errors; nothing is ever loaded in part."""
+    """Pitfall 29: missing and unexpected tensors are errors; nothing is ever loaded in part."""
 
     def test_everything_is_returned_as_stored(self, tmp_path: Path) -> None:
         loaded = load_tensors(write_directory(tmp_path), EXPECTED)

@@ -67,7 +67,7 @@ def test_what_is_written_is_read_back_the_same() -> None:
 @settings(deadline=None, max_examples=200)
 @given(st.sampled_from(sorted(paths(CONFIG), key=str)), JSON_VALUES)
 def test_any_value_anywhere_is_understood_or_refused_by_name(path: tuple[Any, ...], value: Any) -> None:
-    """Pitfalls rows 9 and 10: a key is never ignored; a wrong value names it, a right one survives a round trip."""
+    """Pitfall 9 and pitfall 10: a key is never ignored; a wrong value names it, a right one survives a round trip."""
     try:
         written = Eagle3Config.from_json(place(CONFIG, path, value)).to_json()
     except FormatError as error:
@@ -89,7 +89,7 @@ def test_any_document_is_refused_without_a_crash(value: Any) -> None:
     "missing", sorted(CONFIG.keys() - {"architectures", "speculators_version", "tie_word_embeddings"})
 )
 def test_a_missing_key_has_a_pinned_default_or_is_an_error(missing: str) -> None:
-    """Pitfalls row 10: readers disagree about absent keys, so those that change numbers must be there."""
+    """Pitfall 10: readers disagree about absent keys, so those that change numbers must be there."""
     config = {key: value for key, value in CONFIG.items() if key != missing}
     defaults: dict[str, Any] = {
         "norm_before_fc": False,
@@ -184,7 +184,7 @@ def test_noise_of_other_writers_is_dropped() -> None:
 
 
 def test_absent_layer_ids_are_refused_with_what_engines_would_do() -> None:
-    """Pitfalls row 8: where ids are absent an engine guesses them."""
+    """Pitfall 8: where ids are absent an engine guesses them."""
     error = refused(make_config(eagle_aux_hidden_state_layer_ids=None))
     assert error.code == "F030"
     assert "guess" in str(error)
@@ -230,14 +230,14 @@ def test_all_contradictions_of_a_block_are_named() -> None:
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 @pytest.mark.parametrize("ids", [[3], [1, 2, 3], [0, 2, 4, 6]])
 def test_llama_layers_say_how_many_features_there_are(kind: str, ids: list[int]) -> None:
-    """Pitfalls row 9: vLLM's llama draft assumes three features whatever the list of layer ids says."""
+    """Pitfall 9: vLLM's llama draft assumes three features whatever the list of layer ids says."""
     config = make_config(eagle_aux_hidden_state_layer_ids=ids, layer={"model_type": kind})
     layer = Eagle3Config.from_json(config).to_json()["transformer_layer_config"]
     assert layer.get("num_aux_hidden_states") == (len(ids) if kind == "llama" and len(ids) != 3 else None)
 
 
 class TestRope:
-    """Pitfalls rows 4 and 5: never a default base, never a type or key that is copied and then ignored."""
+    """Pitfall 4 and pitfall 5: never a default base, never a type or key that is copied and then ignored."""
 
     @staticmethod
     def parameters(**layer: Any) -> dict[str, Any]:

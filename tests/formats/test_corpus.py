@@ -82,7 +82,7 @@ def malformed(draw: st.DrawFn, family: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_malformed_configurations_are_refused_by_code_or_understood(family: str) -> None:
-    """Pitfalls rows 9 and 10: nothing is dropped; what is accepted means the same after a round trip."""
+    """Pitfall 9 and pitfall 10: nothing is dropped; what is accepted means the same after a round trip."""
     kind = FAMILIES[family].config
 
     @settings(CORPUS, max_examples=100)
@@ -285,7 +285,7 @@ HOSTILE: dict[str, tuple[Callable[[Weights], Any], str]] = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hostile_weight_files_are_refused_by_code(family: str, tmp_path: Path) -> None:
-    """Pitfalls rows 29 and 46: no part of such a file is loaded, and nothing in it is executed."""
+    """Pitfall 29 and pitfall 46: no part of such a file is loaded, and nothing in it is executed."""
     source = write_family(tmp_path / "source", family)
     config = (source / "config.json").read_bytes()
     weights = (source / "model.safetensors").read_bytes()

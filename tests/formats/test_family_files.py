@@ -37,7 +37,7 @@ LAYER_KEYS = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_keys_on_whose_defaults_readers_disagree_are_always_written(family: str) -> None:
-    """Pitfalls row 10: an absent key means one thing to its writer and another to a server."""
+    """Pitfall 10: an absent key means one thing to its writer and another to a server."""
     written = config_json(family)
     flags = {name for name, field in FAMILIES[family].config.model_fields.items() if field.annotation is bool}
     assert written.keys() >= ALWAYS.get(family, set()) | flags

@@ -45,6 +45,7 @@ def ours(names: list[str]) -> set[str]:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_dense_block(name: str) -> None:
+    """A block's native tensors are mapped, all of them (pitfall 37)."""
     layout, around, prefix = LAYOUTS[name]
     native = around | {prefix + inner for inner in DENSE}
     origins = layout.origins([*native, "model.layers.6.input_layernorm.weight", "lm_head.weight"])

@@ -44,7 +44,7 @@ def test_one_bad_number_in_a_large_tensor_is_found(tmp_path: Path, dtype: torch.
 
 
 def test_untrained_norms_are_listed_in_one_fault(tmp_path: Path) -> None:
-    """Pitfalls rows 6 and 13: norms of exactly one were never trained, or lost their steps to bfloat16."""
+    """Pitfall 6 and pitfall 13: norms of exactly one were never trained, or lost their steps to bfloat16."""
     names = ["norm.weight", "layers.0.input_layernorm.weight", "layers.0.self_attn.q_norm.weight", "fc_norm.1.weight"]
     tensors = {name: torch.ones(4) for name in names}
     tensors["layers.0.hidden_norm.weight"] = torch.tensor([1.0, 1.0, 1.0, 0.99])

@@ -19,8 +19,12 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 
@@ -49,6 +53,10 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES, final_logit_softcapping=0.5)),
     "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SIZES)),
     "granite": lambda: GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=4.0)),
+    "qwen3_5": lambda: Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SIZES, layer_types=["full_attention"] * 2)),
+    "qwen3_next": lambda: Qwen3NextForCausalLM(
+        Qwen3NextConfig(**SIZES, layer_types=["full_attention"] * 2, num_experts=4, num_experts_per_tok=2)
+    ),
 }
 
 
@@ -82,7 +90,7 @@ def last_state_and_logits(model: PreTrainedModel) -> tuple[torch.Tensor, torch.T
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_logits_are_rebuilt_from_the_state_before_the_final_norm(kind: str, tmp_path: Path) -> None:
-    """Pitfalls rows 1 and 2: the norm is applied once, as its family means it; random gains make a slip visible."""
+    """Pitfall 1 and pitfall 2: the norm is applied once, as its family means it; random gains make a slip visible."""
     model = random_model(kind)
     state, logits = last_state_and_logits(model)
     model.save_pretrained(tmp_path)
@@ -135,7 +143,7 @@ def plain(prefix: str = "model.", head: str | None = "lm_head.weight") -> dict[s
     [("model.language_model.", "lm_head.weight"), ("language_model.model.", "language_model.lm_head.weight")],
 )
 def test_the_language_part_of_a_multimodal_model_is_taken(tmp_path: Path, prefix: str, head: str) -> None:
-    """Pitfalls row 3: other tensors end in norm.weight too; their names decide, not their endings."""
+    """Pitfall 3: other tensors end in norm.weight too; their names decide, not their endings."""
     decoys = {
         "vision.norm.weight": torch.rand(6),
         "model.visual.norm.weight": torch.rand(6),
@@ -203,6 +211,7 @@ class TestTies:
 def test_unsuitable_verifiers_are_refused(
     tmp_path: Path, change: dict[str, torch.Tensor | None], config: dict[str, Any], words: str
 ) -> None:
+    """No other tensor is taken for the final norm or the head (pitfall 3)."""
     tensors = {name: tensor for name, tensor in (plain() | change).items() if tensor is not None}
     with pytest.raises(VerifierError, match=words):
         load_verifier_weights(write_verifier(tmp_path, tensors, tie_word_embeddings=False, **config))
@@ -249,7 +258,7 @@ NORM_CLASSES = {
 
 @pytest.mark.parametrize("model_type", sorted(GAIN_PLUS_ONE | NORM_CLASSES.keys()))
 def test_which_norms_add_one_is_what_transformers_does(model_type: str) -> None:
-    """With its weight at 0 a norm that adds one lets the input through; any other kills it."""
+    """With its weight at 0 a norm that adds one lets the input through; any other kills it (pitfall 2)."""
     module, name = NORM_CLASSES[model_type]
     norm_class = getattr(import_module(f"transformers.models.{module}.modeling_{module}"), name)
     norm = norm_class(4)
@@ -271,7 +280,7 @@ def test_a_norm_that_cannot_be_asked_says_nothing() -> None:
 
 
 def test_the_norm_of_a_model_in_process_decides_not_its_type() -> None:
-    """A model whose code is not that of its type in transformers."""
+    """A model whose code is not that of its type in transformers (pitfall 2)."""
     model = random_model("llama")
     model.model.norm = Gemma2RMSNorm(SIZES["hidden_size"], eps=1e-3)
     torch.nn.init.uniform_(model.model.norm.weight)

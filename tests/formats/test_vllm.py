@@ -86,6 +86,16 @@ CONFIG_FAULTS: list[tuple[str, dict[str, Any], str]] = [
         make_config(block={"proposal_methods": [{"speculative_tokens": 3}, {"speculative_tokens": 5}]}),
         "second-proposal",
     ),
+    (
+        "lossy acceptance",
+        make_config(block={"proposal_methods": [{"speculative_tokens": 3, "verifier_accept_k": 4}]}),
+        "acceptance-not-read",
+    ),
+    (
+        "tolerance",
+        make_config(block={"proposal_methods": [{"speculative_tokens": 3, "accept_tolerance": 0.1}]}),
+        "acceptance-not-read",
+    ),
     ("misspelt key", make_config(fc_nrom=True), "unknown-key"),
     ("missing key", without(CONFIG, "norm_before_residual"), "missing-key"),
     ("wrong type", make_config(draft_vocab_size="16"), "bad-value"),
@@ -183,7 +193,7 @@ def test_numbers_are_judged_in_every_dtype(tmp_path: Path, dtype: torch.dtype) -
 
 
 def test_llama_with_other_than_three_features_must_say_so(tmp_path: Path) -> None:
-    """Pitfalls row 9: vLLM's llama draft counts three features whatever the list says."""
+    """Pitfall 9: vLLM's llama draft counts three features whatever the list says."""
     tensors = make_tensors() | {"fc.weight": torch.rand(8, 32)}
     ids = {"eagle_aux_hidden_state_layer_ids": [1, 2, 4, 5]}
     assert slugs_of(write_directory(tmp_path, make_config(**ids), tensors)) == ["num-aux-hidden-states"]
@@ -264,7 +274,7 @@ class TestVerifier:
         ],
     )
     def test_does_not_fit(self, verifier: Path, tmp_path: Path, change: dict[str, int], words: str) -> None:
-        """Pitfalls row 9 and 62: an id beyond the last layer is silently never captured."""
+        """Pitfall 9 and pitfall 62: an id beyond the last layer is silently never captured."""
         found = self.check(verifier, tmp_path / "draft", **change)
         assert [fault.slug for fault in found] == ["verifier-mismatch"]
         assert words in found[0].message

@@ -90,7 +90,7 @@ class TestReading:
 
     @pytest.mark.parametrize("family", ["dflash", "dflash2", "dspark"])
     def test_ids_are_counted_from_the_embeddings_and_from_the_layers(self, family: str) -> None:
-        """Pitfalls row 7: capture id i enters layer i, module id j leaves layer j."""
+        """Pitfall 7: capture id i enters layer i, module id j leaves layer j."""
         described = reading(family, aux_layer_ids=[1, 4, 8])
         assert described["capture_layer_ids"] == [1, 4, 8]
         assert described["num_aux_features"] == 3
@@ -100,7 +100,7 @@ class TestReading:
     @pytest.mark.parametrize("non_causal", [True, False])
     @pytest.mark.parametrize("family", ["dflash", "dflash2"])
     def test_one_flag_makes_all_layers_causal(self, family: str, non_causal: bool) -> None:
-        """Pitfalls row 12."""
+        """Pitfall 12."""
         described = reading(family, sliding_window_non_causal=non_causal, num_layers=3)
         assert described["dflash_config"]["causal"] is not non_causal
         assert described["causal_layers"] == [not non_causal] * 3
@@ -184,14 +184,14 @@ TRAPS: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
 def test_a_trap_is_named_and_is_the_only_fault(
     name: str, family: str, options: dict[str, Any], changes: dict[str, Any], code: str, tmp_path: Path
 ) -> None:
-    """Pitfalls rows 9, 10, 12 and 20: what an engine drops, or takes for something else, is said beforehand."""
+    """What an engine drops, or takes for something else (pitfall 9, pitfall 10, pitfall 12 and pitfall 20)."""
     found = faults_of(write_family(tmp_path / "draft", family, changes, **options))
     assert [fault.code for fault in found] == [code], found
 
 
 @pytest.mark.parametrize(("family", "most"), [("dflash", 3), ("dflash2", 3), ("dspark", 4)])
 def test_more_tokens_than_a_block_predicts_are_named(family: str, most: int, tmp_path: Path) -> None:
-    """Pitfalls row 20: a block of 4 predicts 3 tokens, or 4 where the anchor's slot predicts one too."""
+    """Pitfall 20: a block of 4 predicts 3 tokens, or 4 where the anchor's slot predicts one too."""
     block = config_json(family)["speculators_config"]
     for tokens, expected in ((most, []), (1, []), (most + 1, ["F050"])):
         changed = {"speculators_config": {**block, "proposal_methods": [{"speculative_tokens": tokens}]}}
@@ -206,7 +206,7 @@ def test_differences_are_part_of_the_description() -> None:
 
 
 def test_a_file_is_read_as_it_stands_not_as_it_would_be_written() -> None:
-    """Pitfalls row 10: vLLM's defaults stand for what an older file leaves out."""
+    """Pitfall 10: vLLM's defaults stand for what an older file leaves out."""
     raw = config_json("dspark")
     del raw["sample_from_anchor"], raw["transformer_layer_config"]["layer_types"]
     config = FAMILIES["dspark"].config.from_json(raw)
@@ -243,7 +243,7 @@ def test_reduced_vocabulary_of_dflash2(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["eagle3", "peagle", "dflash", "dspark"])
 class TestVocabulary:
-    """Pitfalls row 31: a reduced vocabulary has a head and a map, a whole one no map."""
+    """Pitfall 31: a reduced vocabulary has a head and a map, a whole one no map."""
 
     def change(self, directory: Path, drop: str | None = None, add: dict[str, torch.Tensor] | None = None) -> None:
         file = directory / "model.safetensors"

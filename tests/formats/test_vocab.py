@@ -66,7 +66,7 @@ def test_maps_invert_each_other(ids: set[int]) -> None:
 
 
 def test_golden_map_is_read() -> None:
-    """Pitfalls row 32: the offset form, checked against the mask beside it."""
+    """Pitfall 32: the offset form, checked against the mask beside it."""
     tensors = load_file(GOLDEN / "eagle3" / "model.safetensors")
     vocab = DraftVocab.from_d2t(tensors["d2t"], 128, tensors["t2d"])
     assert vocab.draft_ids.tolist() == torch.nonzero(tensors["t2d"]).flatten().tolist()
@@ -119,7 +119,7 @@ OFFSETS = [token - index for index, token in enumerate(KEPT)]
 
 
 class TestMapFaults:
-    """Pitfalls rows 31 and 32: maps that are read without a word and never propose the right token."""
+    """Pitfall 31 and pitfall 32: maps that are read without a word and never propose the right token."""
 
     def test_sound_maps_pass(self) -> None:
         assert code_of(OFFSETS, 64) is None
