@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from speculators.errors import EngineError
+from speculators.formats.hidden_states_options import LAYER_IDS
 
 # The methods of a speculator family; the one place where the runtime names them.
 METHOD_OF_FAMILY = {
@@ -20,6 +21,8 @@ METHOD_OF_FAMILY = {
     "mlp_speculator": "mlp_speculator",
 }
 DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
+# Drafts nothing: the states of these layers go to files instead.
+EXTRACT_METHOD = "extract_hidden_states"
 
 # Keys of vLLM's schema that this engine has one answer to: the values that are already true of it.
 _SPECULATIVE_TRUE: dict[str, tuple[Any, ...]] = {
@@ -50,7 +53,6 @@ _SPECULATIVE_TRUE: dict[str, tuple[Any, ...]] = {
     "suffix_decoding_max_cached_requests": (10000,),
     "suffix_decoding_max_spec_factor": (1.0,),
     "suffix_decoding_min_token_prob": (0.1,),
-    "draft_model_config": (None,),
 }
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "stop")
 
@@ -63,7 +65,6 @@ _ENGINE_TRUE: dict[str, tuple[Any, ...]] = {
     "distributed_executor_backend": (None, "uni"),
     "compilation_config": (None, 0, {}, {"level": 0}, {"mode": 0}),
     "additional_config": (None, {}),
-    "kv_transfer_config": (None,),
     "quantization": (None,),
     "kv_cache_dtype": ("auto",),
     "swap_space": (0,),
@@ -85,7 +86,9 @@ _ENGINE_TRUE: dict[str, tuple[Any, ...]] = {
 class SpeculativeConfig:
     """The speculation asked for: `method`, the draft's `model`, K, and how drafts are sampled.
 
-    None means that it follows from the draft's directory.
+    None means that it follows from the draft's directory. `draft_model_config` belongs to method
+    `extract_hidden_states`, which drafts nothing, and says whose states are kept: `{"hf_config":
+    {"eagle_aux_hidden_state_layer_ids": [...]}}`.
     """
 
     method: str | None = None
@@ -93,6 +96,19 @@ class SpeculativeConfig:
     num_speculative_tokens: int | None = None
     draft_sample_method: str = "greedy"
     revision: str | None = None
+    draft_model_config: Mapping[str, Any] | None = None
+
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """Capture ids of `extract_hidden_states`, ascending and distinct; EngineError where they are none."""
+        where = f"speculative_config: draft_model_config.hf_config.{LAYER_IDS}"
+        given = _only(_only(self.draft_model_config, "draft_model_config", "hf_config"), "hf_config", LAYER_IDS)
+        if not isinstance(given, list | tuple) or not given:
+            raise EngineError(f"{where} is {given!r}, expected layer ids like [2, 15, 27, 30]")
+        wrong = [one for one in given if isinstance(one, bool) or not isinstance(one, int) or one < 0]
+        if wrong:
+            raise EngineError(f"{where} has {wrong[0]!r}, expected whole numbers of at least 0")
+        return tuple(sorted(set(given)))
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> "SpeculativeConfig":
@@ -124,7 +140,14 @@ class SpeculativeConfig:
                 f"speculative_config: draft_sample_method={self.draft_sample_method!r}: expected one of "
                 f"{', '.join(DRAFT_SAMPLE_METHODS)}"
             )
-        methods = sorted(set(METHOD_OF_FAMILY.values()))
+        if self.method == EXTRACT_METHOD:
+            self._check_extraction()
+        elif self.draft_model_config is not None:
+            raise EngineError(
+                f"speculative_config: draft_model_config is for method {EXTRACT_METHOD!r}, got method={self.method!r}; "
+                "a draft's configuration comes from its directory"
+            )
+        methods = sorted({EXTRACT_METHOD, *METHOD_OF_FAMILY.values()})
         if self.method is not None and self.method not in methods:
             raise EngineError(
                 f"speculative_config: method={self.method!r} is not supported by this runtime; it knows {methods}"
@@ -133,6 +156,16 @@ class SpeculativeConfig:
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 raise EngineError(f"speculative_config: {name}={value!r}: expected a string")
+
+    def _check_extraction(self) -> None:
+        where = f"speculative_config: method {EXTRACT_METHOD!r} drafts nothing"
+        if self.num_speculative_tokens not in (None, 1):
+            raise EngineError(f"{where}: num_speculative_tokens={self.num_speculative_tokens}, expected 1")
+        if self.model is not None:
+            raise EngineError(f"{where}: model={self.model!r}, expected no model")
+        if self.draft_sample_method != "greedy":
+            raise EngineError(f"{where}: draft_sample_method={self.draft_sample_method!r}, expected greedy")
+        _ = self.layer_ids
 
 
 def check_engine_keywords(given: Mapping[str, Any]) -> None:
@@ -157,6 +190,7 @@ ENGINE_KEYWORDS = frozenset(
         "gpu_memory_utilization",
         "device",
         "per_request_spec_decode_metrics",
+        "kv_transfer_config",
     }
 )
 
@@ -171,3 +205,14 @@ def _require_true(
     if not any(value == allowed and isinstance(value, bool) == isinstance(allowed, bool) for allowed in table[key]):
         allowed = " or ".join(repr(one) for one in table[key])
         raise EngineError(f"{where}: {key}={value!r} cannot be honoured by this engine; it runs with {key}={allowed}")
+
+
+def _only(given: object, where: str, key: str) -> object:
+    """The value of the one key that a mapping may have."""
+    if not isinstance(given, Mapping):
+        raise EngineError(f"speculative_config: {where} is {given!r}, expected {{{key!r}: ...}}")
+    others = [name for name in given if name != key]
+    if others or key not in given:
+        got = ", ".join(repr(name) for name in given) or "nothing"
+        raise EngineError(f"speculative_config: {where} has {got}; expected the key {key!r} alone")
+    return given[key]

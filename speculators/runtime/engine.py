@@ -16,6 +16,7 @@ from speculators.errors import RequestError
 from speculators.models.cache import SlotWrite
 from speculators.runtime.outputs import Logprob, RequestOutput
 from speculators.runtime.proposers.proposer import NewTokens, Proposer
+from speculators.runtime.recorder import HiddenStatesRecorder, check_extraction
 from speculators.runtime.rejection import Verification, verify_greedy, verify_standard
 from speculators.runtime.request import Request
 from speculators.runtime.sampling import NoiseStreams, SamplingParams, exponential, probabilities, uniform
@@ -33,7 +34,7 @@ class EngineLimits:
 
 
 class Engine:
-    """Schedules requests over one verifier and, optionally, one proposer.
+    """Schedules requests over one verifier and, optionally, one proposer, or a recorder of hidden states.
 
     `step` runs one round and returns the requests that moved. Not thread-safe: one thread steps it.
     """
@@ -46,8 +47,9 @@ class Engine:
         limits: EngineLimits | None = None,
         seed: int = 0,
         metrics_level: str = "none",
+        recorder: HiddenStatesRecorder | None = None,
     ) -> None:
-        self.verifier, self.proposer = verifier, proposer
+        self.verifier, self.proposer, self.recorder = verifier, proposer, recorder
         self.limits = limits or EngineLimits()
         self.seed, self.metrics_level = seed, metrics_level
         self.waiting: deque[Request] = deque()
@@ -56,7 +58,8 @@ class Engine:
         self.num_generated_tokens = 0
         self._cache = verifier.make_cache(self.limits.max_num_seqs)
         self._num_requests = 0
-        self._aux_layer_ids = () if proposer is None else tuple(proposer.aux_layer_ids)
+        reader = recorder.layer_ids if recorder is not None else proposer.aux_layer_ids if proposer is not None else ()
+        self._aux_layer_ids = tuple(reader)
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -65,8 +68,8 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a request waits or runs."""
-        return bool(self.waiting or self.running)
+        """Whether a request waits or runs, or the file of one is being written."""
+        return bool(self.waiting or self.running or (self.recorder is not None and self.recorder.busy))
 
     def add_request(
         self,
@@ -79,6 +82,9 @@ class Engine:
     ) -> None:
         """Queue a request; RequestError when its prompt is empty, too long or holds ids outside the vocabulary."""
         self._check_prompt(request_id, prompt_token_ids)
+        check_extraction(params, extracting=self.recorder is not None, completions=1)
+        if self.recorder is not None:
+            self.recorder.expect(request_id, params)
         seed = params.seed if params.seed is not None else self.seed * 1_000_003 + self._num_requests
         self._num_requests += 1
         request = Request(
@@ -100,7 +106,18 @@ class Engine:
         for request in (*self.waiting, *self.running):
             if request.request_id == request_id:
                 request.abort()
+        if self.recorder is not None:
+            self.recorder.abort(request_id)
         self.waiting = deque(r for r in self.waiting if not r.finished)
+        self._drop_finished()
+
+    def abort_all(self) -> None:
+        """End every request."""
+        for request in (*self.waiting, *self.running):
+            request.abort()
+        self.waiting.clear()
+        if self.recorder is not None:
+            self.recorder.abort_all()
         self._drop_finished()
 
     @torch.no_grad()
@@ -110,7 +127,7 @@ class Engine:
             self.verifier.set_aux_layers(self._aux_layer_ids)
         self._admit()
         if not self.running:
-            return []
+            return self._delivered(block=True)
         moved = list(self.running)
         width = 1 + max(len(r.drafts) for r in moved)
         ids_BT = _padded([[r.tokens[-1], *r.drafts] for r in moved], width, self.verifier.device)
@@ -119,8 +136,12 @@ class Engine:
         assert out.logits_BTV is not None
         emitted = self._verify(out.logits_BTV, moved)
         starts = [r.num_computed for r in moved]
+        if self.recorder is not None and out.aux_BTX is not None:
+            self.recorder.record(moved, starts, [1] * len(moved), out.aux_BTX)
         for row, (request, tokens) in enumerate(zip(moved, emitted, strict=True)):
             self._commit(request, tokens, out.logits_BTV[row])
+            if self.recorder is not None and request.finished:
+                self.recorder.finish(request)
         order = self._drop_finished()
         if self.proposer is not None and order:
             index = torch.tensor(order, device=self.verifier.device)
@@ -138,7 +159,14 @@ class Engine:
                     out.normed_BTH[index, :width],
                 )
             )
-        return [self._output(r) for r in moved]
+        outputs = [self._output(r) for r in moved if self.recorder is None or not r.finished]
+        return outputs + self._delivered(block=not self.running and not self.waiting)
+
+    def _delivered(self, *, block: bool) -> list[RequestOutput]:
+        """Outputs of extracting requests that have ended and whose files are there."""
+        if self.recorder is None:
+            return []
+        return [self._output(request) for request in self.recorder.delivered(block=block)]
 
     def _new_stats(self) -> SpecDecodeStats | None:
         return None if self.proposer is None else SpecDecodeStats(self.proposer.num_tokens)
@@ -160,6 +188,8 @@ class Engine:
         if bad:
             raise RequestError(f"request {request_id}: token id {bad[0]} is outside 0..{self.verifier.vocab_size - 1}")
         known = {r.request_id for r in (*self.waiting, *self.running)}
+        if self.recorder is not None:
+            known |= self.recorder.unfinished
         if request_id in known:
             raise RequestError(f"request {request_id}: this id is already being served; choose another")
 
@@ -167,6 +197,8 @@ class Engine:
         first = len(self.running)
         while self.waiting and len(self.running) < self.limits.max_num_seqs:
             request = self.waiting.popleft()
+            if self.recorder is not None and not self.recorder.admit(request):
+                continue
             request.metrics.first_scheduled_time = time.monotonic()
             self.running.append(request)
         new = sorted(self.running[first:], key=lambda r: -len(r.tokens))
@@ -186,6 +218,8 @@ class Engine:
         nexts = [r.tokens[s + 1 : s + 1 + n] for r, s, n in zip(requests, starts, lengths, strict=True)]
         write = SlotWrite.at(rows, starts, width, device)
         out = self.verifier.forward(_padded(chunks, width, device), self._cache, write, need_logits=False)
+        if self.recorder is not None and out.aux_BTX is not None:
+            self.recorder.record(requests, starts, lengths, out.aux_BTX)
         for request, length in zip(requests, lengths, strict=True):
             request.num_computed += length
         if self.proposer is not None:

@@ -234,8 +234,7 @@ class EngineThread:
 
     def _stop(self) -> None:
         self._finish(None)
-        for request in (*self._engine.waiting, *self._engine.running):
-            self._engine.abort(request.request_id)
+        self._engine.abort_all()
 
     def _finish(self, error: BaseException | None) -> None:
         if error is None:
@@ -250,6 +249,8 @@ class EngineThread:
             left, self._streams = set(self._streams.values()), {}
         for stream in left:
             stream.fail(reason)
+        if error is not None and self._engine.recorder is not None:
+            self._engine.recorder.abort_all()
         if error is not None and self._on_failure is not None:
             self._on_failure(reason)
 

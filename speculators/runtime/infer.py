@@ -7,18 +7,22 @@ from speculators.errors import EngineError, SpeculatorsError
 from speculators.formats.checkpoint import read_config
 from speculators.formats.hub import fetch_config, is_local, resolve
 from speculators.models.speculator import Speculator
-from speculators.runtime.config import METHOD_OF_FAMILY, SpeculativeConfig
+from speculators.runtime.config import EXTRACT_METHOD, METHOD_OF_FAMILY, SpeculativeConfig
 
 
 @dataclass
 class Plan:
-    """What `LLM` loads: the verifier's name, and with speculation the speculator and K."""
+    """What `LLM` loads: the verifier's name, and with speculation the speculator and K.
+
+    `layer_ids` are the capture ids whose states are extracted, where that is what was asked for.
+    """
 
     verifier: str
     speculator: Speculator | None = None
     method: str | None = None
     num_speculative_tokens: int = 0
     draft_sample_method: str = "greedy"
+    layer_ids: tuple[int, ...] = ()
 
 
 def is_speculator(path_or_repo: str, revision: str | None = None) -> bool:
@@ -40,6 +44,13 @@ def infer(model: str, config: SpeculativeConfig | None, *, revision: str | None 
     model, which the directory fixes. Otherwise `model` is the verifier and `config.model` the speculator. Nothing is
     ever guessed from a path's name.
     """
+    if config is not None and config.method == EXTRACT_METHOD:
+        if is_speculator(model, revision):
+            raise EngineError(
+                f"speculative_config: method {EXTRACT_METHOD!r} reads a verifier, and {model!r} is a speculator; "
+                "give the verifier as the model"
+            )
+        return Plan(verifier=model, method=EXTRACT_METHOD, layer_ids=config.layer_ids)
     if is_speculator(model, revision):
         return _of_speculator(model, config or SpeculativeConfig(), model, revision)
     if config is None:

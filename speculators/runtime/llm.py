@@ -1,6 +1,7 @@
 """Generation in process: `LLM`, with the names and the meaning that vLLM users know."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,16 +10,20 @@ import torch
 from jinja2 import TemplateError
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from speculators.errors import EngineError, RequestError
+from speculators.errors import EngineError, RequestError, StoreError
+from speculators.formats.hidden_states import HiddenStatesOptions, HiddenStatesWriter, parse_transfer_config
+from speculators.formats.hidden_states_options import LAYER_IDS
 from speculators.formats.verifier_weights import VerifierWeights
 from speculators.models.speculator import Speculator
-from speculators.runtime.config import SpeculativeConfig, check_engine_keywords
+from speculators.runtime.config import EXTRACT_METHOD, SpeculativeConfig, check_engine_keywords
 from speculators.runtime.engine import Engine, EngineLimits
 from speculators.runtime.infer import Plan, infer
 from speculators.runtime.outputs import RequestOutput
 from speculators.runtime.proposers.draft_head import DraftHeadProposer
+from speculators.runtime.recorder import HiddenStatesRecorder, check_extraction
 from speculators.runtime.sampling import SamplingParams
 from speculators.runtime.stats import SpecDecodeStats
+from speculators.runtime.transfer import KVTransferConfig
 from speculators.runtime.verifier import Verifier
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -38,8 +43,9 @@ class LLM:
     """A verifier, with or without a speculator, that generates.
 
     `model` is a speculator directory (verifier, method and depth follow from it) or a verifier (local folder or hub
-    id), for which `speculative_config` may name the speculator. The other keywords are vLLM's; one that this engine
-    cannot honour raises EngineError naming it.
+    id), for which `speculative_config` may name the speculator. With its method `extract_hidden_states` and a
+    `kv_transfer_config`, each request's hidden states are written to the file that its output names. The other keywords
+    are vLLM's; one that this engine cannot honour raises EngineError naming it.
     """
 
     def __init__(
@@ -58,11 +64,13 @@ class LLM:
         gpu_memory_utilization: float | None = None,
         device: str | None = None,
         per_request_spec_decode_metrics: str | None = None,
+        kv_transfer_config: Mapping[str, Any] | KVTransferConfig | None = None,
         **engine_keywords: Any,
     ) -> None:
         check_engine_keywords(engine_keywords)
         config = None if speculative_config is None else SpeculativeConfig.from_dict(speculative_config)
         plan = infer(str(model), config, revision=revision)
+        transfer = _transfer(plan, kv_transfer_config)
         verifier = Verifier.from_pretrained(
             plan.verifier,
             dtype=dtype,
@@ -77,7 +85,8 @@ class LLM:
             _model_length(max_model_len, verifier),
             _positive("max_num_batched_tokens", max_num_batched_tokens),
         )
-        self._take(verifier, plan, limits, seed, per_request_spec_decode_metrics)
+        recorder = None if transfer is None else _recorder(plan, transfer, verifier)
+        self._take(verifier, plan, limits, seed, per_request_spec_decode_metrics, recorder)
 
     @classmethod
     def from_parts(
@@ -99,7 +108,15 @@ class LLM:
         llm._take(verifier, plan, limits or EngineLimits(max_model_len=_model_length(None, verifier)), seed, None)
         return llm
 
-    def _take(self, verifier: Verifier, plan: Plan, limits: EngineLimits, seed: int, level: str | None) -> None:
+    def _take(
+        self,
+        verifier: Verifier,
+        plan: Plan,
+        limits: EngineLimits,
+        seed: int,
+        level: str | None,
+        recorder: HiddenStatesRecorder | None = None,
+    ) -> None:
         proposer = None
         if plan.speculator is not None:
             speculator = plan.speculator.to(verifier.device, verifier.dtype)
@@ -118,13 +135,20 @@ class LLM:
                 f"LLM: per_request_spec_decode_metrics={level!r} requires speculative decoding to be enabled"
             )
         self.verifier, self.method = verifier, plan.method
-        self.engine = Engine(verifier, proposer, limits=limits, seed=seed, metrics_level=level or "summary")
+        self.engine = Engine(
+            verifier, proposer, limits=limits, seed=seed, metrics_level=level or "summary", recorder=recorder
+        )
         self._count = 0
 
     @property
     def num_speculative_tokens(self) -> int:
         """Drafts a verification at most, K; 0 without speculation."""
         return self.engine.num_speculative_tokens
+
+    @property
+    def extracts(self) -> bool:
+        """Whether hidden states of requests are written."""
+        return self.engine.recorder is not None
 
     @property
     def stats(self) -> SpecDecodeStats | None:
@@ -142,12 +166,27 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Complete prompts: texts, token id lists, or dicts with `prompt` or `prompt_token_ids`; outputs in order."""
+        """Complete prompts: texts, token id lists, or dicts with `prompt` or `prompt_token_ids`; outputs in order.
+
+        StoreError where the hidden states of a request could not be written; the files of the others are there.
+        """
         items: list[Prompt] = list(prompts) if _is_batch(prompts) else [prompts]  # type: ignore[list-item,arg-type]
         params = _one_per_prompt(sampling_params, len(items))
-        groups = [self._submit(item, chosen) for item, chosen in zip(items, params, strict=True)]
-        done = {output.request_id: output for output in self._run(show=use_tqdm) if output.finished}
+        with ExitStack() as abort_unless_done:
+            abort_unless_done.callback(self.engine.abort_all)
+            groups = [self._submit(item, chosen) for item, chosen in zip(items, params, strict=True)]
+            done = {output.request_id: output for output in self._run(show=use_tqdm) if output.finished}
+            abort_unless_done.pop_all()
+        failed = [output for output in done.values() if output.error is not None]
+        if failed:
+            raise StoreError(f"hidden states of {len(failed)} of {len(done)} requests are lost: {failed[0].error}")
         return [_joined([done[request_id] for request_id in group]) for group in groups]
+
+    def close(self) -> None:
+        """End what runs, and the threads that write hidden states."""
+        self.engine.abort_all()
+        if self.engine.recorder is not None:
+            self.engine.recorder.close()
 
     def chat(
         self,
@@ -191,6 +230,7 @@ class LLM:
 
     def _submit(self, prompt: Prompt, params: SamplingParams) -> list[str]:
         text, ids = self.prompt_ids(prompt)
+        check_extraction(params, extracting=self.extracts, completions=params.n)
         names = []
         for choice, wanted in enumerate(params.choices()):
             name = f"{self._count}-{choice}" if params.n > 1 else str(self._count)
@@ -222,6 +262,26 @@ class LLM:
                 outputs = self.engine.step()
                 progress.advance(task, sum(output.finished for output in outputs))
                 yield from outputs
+
+
+def _transfer(plan: Plan, given: Mapping[str, Any] | KVTransferConfig | None) -> HiddenStatesOptions | None:
+    if (plan.method == EXTRACT_METHOD) is (given is None):
+        raise EngineError(
+            f"LLM: speculative_config's method {plan.method!r} with kv_transfer_config={given!r}: the method "
+            f"{EXTRACT_METHOD!r} and a kv_transfer_config belong together; give both or neither"
+        )
+    return None if given is None else parse_transfer_config(KVTransferConfig.from_user(given))
+
+
+def _recorder(plan: Plan, options: HiddenStatesOptions, verifier: Verifier) -> HiddenStatesRecorder:
+    if plan.layer_ids[-1] > verifier.num_layers:
+        raise EngineError(
+            f"speculative_config: {LAYER_IDS} has {plan.layer_ids[-1]}, but verifier {verifier.name_or_path!r} has "
+            f"{verifier.num_layers} layers: 0 are the embeddings, {verifier.num_layers} the last layer's output"
+        )
+    writer = HiddenStatesWriter.from_options(options)
+    writer.require_writable()
+    return HiddenStatesRecorder(writer, plan.layer_ids)
 
 
 def weights_of(verifier: Verifier) -> VerifierWeights:

@@ -10,7 +10,7 @@ from speculators.runtime.outputs import RequestOutput
 from speculators.runtime.stats import SpecDecodeStats
 
 LOG_INTERVAL_SECONDS = 10.0
-FINISHED_REASONS = ("stop", "length", "abort")
+FINISHED_REASONS = ("stop", "length", "abort", "error")
 
 
 @dataclass(frozen=True)

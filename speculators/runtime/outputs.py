@@ -29,7 +29,8 @@ class SpecDecodeMetrics:
 
 @dataclass
 class CompletionOutput:
-    """One completion: text, token ids, and why it ended ("stop", "length", "abort" or None while running).
+    """One completion: text, token ids, and why it ended ("stop", "length", "abort", "error" or None while
+    running).
 
     `accepted` is true where a token was a draft that the verifier kept.
     """
@@ -57,7 +58,11 @@ class RequestMetrics:
 
 @dataclass
 class RequestOutput:
-    """State of one request: its prompt and completions, and whether it is finished."""
+    """State of one request: its prompt and completions, and whether it is finished.
+
+    `kv_transfer_params` holds `hidden_states_path` where states were extracted; `error` says why a request whose
+    completions ended with finish reason "error" has none.
+    """
 
     request_id: str
     prompt: str | None
@@ -66,3 +71,4 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    error: str | None = None

@@ -83,6 +83,8 @@ class Request:
         self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self.hidden_states_path: str | None = None
+        self.error: str | None = None
         self._stop_ids = frozenset(params.stop_token_ids or ())
         self._eos_ids = frozenset() if params.ignore_eos else eos_token_ids
         self._max_length = max_length
@@ -125,6 +127,11 @@ class Request:
         """End the request on its client's wish."""
         self._finish("abort", None)
 
+    def fail(self, error: str) -> None:
+        """End the request because its files cannot be written."""
+        self.error = error
+        self._finish("error", None)
+
     def output(self, *, detailed: bool = False, with_spec_metrics: bool = True) -> RequestOutput:
         """The request as its client sees it now."""
         chosen = None
@@ -143,8 +150,16 @@ class Request:
             spec,
             list(self.accepted),
         )
+        path = self.hidden_states_path
         return RequestOutput(
-            self.request_id, self.prompt, self.prompt_token_ids, [completion], self.finished, self.metrics
+            self.request_id,
+            self.prompt,
+            self.prompt_token_ids,
+            [completion],
+            self.finished,
+            self.metrics,
+            None if path is None else {"hidden_states_path": path},
+            self.error,
         )
 
     def _end_if_due(self, token: int) -> None:

@@ -23,8 +23,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "detokenize": (True,),
     "logits_processors": (None, []),
     "truncate_prompt_tokens": (None,),
-    "extra_args": (None, {}),
 }
+# What `extra_args["kv_transfer_params"]` may hold.
+TRANSFER_PARAMS = ("hidden_states_path", "include_output_tokens")
 
 
 @dataclass
@@ -33,7 +34,9 @@ class SamplingParams:
 
     temperature 0 is greedy; top_k 0 or -1 and top_p 1 keep everything; min_p keeps tokens of at least min_p times the
     likeliest one's probability. logprobs N returns the log-probabilities of the N likeliest tokens and of the chosen
-    one, from the unprocessed logits. Raises RequestError naming the parameter, what was got and what is allowed.
+    one, from the unprocessed logits. extra_args may hold `kv_transfer_params`, a dict with `hidden_states_path` (str)
+    and `include_output_tokens` (bool), for an engine that extracts hidden states. Raises RequestError naming the
+    parameter, what was got and what is allowed.
     """
 
     n: int = 1
@@ -90,12 +93,30 @@ class SamplingParams:
         self._check(
             "stop_token_ids", all(_whole(token) and token >= 0 for token in self.stop_token_ids or []), "token ids"
         )
+        self._check_transfer_params()
         for name, allowed in _NEUTRAL.items():
             value = getattr(self, name)
             if value not in allowed:
                 raise RequestError(
                     f"sampling parameter {name}={value!r} is not supported by this runtime; leave it at {allowed[0]!r}"
                 )
+
+    @property
+    def transfer_params(self) -> dict[str, Any]:
+        """What is asked of hidden-states extraction; empty where nothing is."""
+        return (self.extra_args or {}).get("kv_transfer_params") or {}
+
+    def _check_transfer_params(self) -> None:
+        args = self.extra_args or {}
+        given = args.get("kv_transfer_params") if isinstance(args, dict) else args
+        fine = isinstance(args, dict) and set(args) <= {"kv_transfer_params"}
+        self._check("extra_args", fine and (given is None or isinstance(given, dict)), "{'kv_transfer_params': {...}}")
+        for name, value in self.transfer_params.items():
+            if name not in TRANSFER_PARAMS:
+                raise RequestError(f"kv_transfer_params: unknown key {name!r}; known: {', '.join(TRANSFER_PARAMS)}")
+            kind = str if name == "hidden_states_path" else bool
+            if value is not None and not isinstance(value, kind):
+                raise RequestError(f"kv_transfer_params: {name}={value!r}: expected {kind.__name__} or None")
 
     def choices(self) -> list["SamplingParams"]:
         """Parameters of each of the `n` completions; a seed counts up, so that they differ."""

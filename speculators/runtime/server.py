@@ -24,6 +24,7 @@ from speculators.runtime.engine_thread import EngineRequest, EngineThread, Reque
 from speculators.runtime.llm import LLM
 from speculators.runtime.metrics import LOG_INTERVAL_SECONDS, DraftLog, ServerMetrics
 from speculators.runtime.outputs import RequestOutput
+from speculators.runtime.recorder import check_extraction
 from speculators.runtime.sampling import SamplingParams
 from speculators.runtime.server_answers import Answer, ChatAnswer, CompletionAnswer, ModelCard, ModelList, error_body
 from speculators.runtime.server_protocol import ChatRequest, CompletionRequest, GenerationRequest
@@ -111,7 +112,7 @@ class Api:
     async def _generate(
         self, body: GenerationRequest, prompts: Sequence[tuple[str | None, list[int]]], answer: Answer, http: Request
     ) -> Response:
-        params = body.sampling_params()
+        params = self._params(body, len(prompts))
         for _, ids in prompts:
             self._check_room(len(ids), params)
         wanted = [(text, ids, choice) for text, ids in prompts for choice in params.choices()]
@@ -123,7 +124,18 @@ class Api:
         outputs = await _finished(stream, http)
         if outputs is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
+        lost = next((output.error for output in outputs if output.error is not None), None)
+        if lost is not None:
+            return _error(500, lost, kind="server_error", code="hidden_states_lost")
         return JSONResponse(answer.whole(outputs).model_dump(exclude_unset=True))
+
+    def _params(self, body: GenerationRequest, num_prompts: int) -> SamplingParams:
+        try:
+            params = body.sampling_params()
+            check_extraction(params, extracting=self._llm.extracts, completions=num_prompts * params.n)
+        except RequestError as error:
+            raise ApiError(400, str(error), param="kv_transfer_params", code="unsupported_value") from error
+        return params
 
     def _check_room(self, prompt_length: int, params: SamplingParams) -> None:
         limit = self._llm.engine.limits.max_model_len

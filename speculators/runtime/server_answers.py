@@ -56,6 +56,7 @@ class CompletionResponse(BaseModel):
     choices: list[CompletionChoice]
     usage: Usage | None = None
     metrics: dict[str, Any] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class TokenLogprob(BaseModel):
@@ -106,6 +107,7 @@ class ChatResponse(BaseModel):
     choices: list[ChatChoice]
     usage: Usage | None = None
     metrics: dict[str, Any] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class ErrorDetail(BaseModel):
@@ -208,7 +210,7 @@ class Answer(ABC):
     def whole(self, outputs: Sequence[RequestOutput]) -> BaseModel:
         """The answer made of finished outputs, `num_choices` a prompt."""
         parts = [Part(index, one.outputs[0].text, one.outputs[0]) for index, one in enumerate(outputs)]
-        return self.body(parts, usage=self._usage(outputs), metrics=draft_metrics(outputs))
+        return self.body(parts, usage=self._usage(outputs), metrics=draft_metrics(outputs), **transferred(outputs[0]))
 
     async def events(self, stream: RequestStream) -> AsyncIterator[str]:
         """The answer as server-sent events, ending with [DONE]; an engine's failure is an event too."""
@@ -226,8 +228,10 @@ class Answer(ABC):
                 newest.update((output.request_id, output) for output in outputs)
                 for output in outputs:
                     part = progress[output.request_id].advance(output.outputs[0])
-                    if part is not None:
-                        yield _event(self.chunk([part], **rest))
+                    if output.error is not None:
+                        yield _event(error_body(output.error, kind="server_error", code="hidden_states_lost"))
+                    elif part is not None:
+                        yield _event(self.chunk([part], **rest, **transferred(output)))
         except EngineError as error:
             yield _event(error_body(str(error), kind="server_error", code="engine_failed"))
         else:
@@ -326,6 +330,11 @@ class ChatAnswer(Answer):
             index=part.index, logprobs=logprobs, finish_reason=completion.finish_reason,
             stop_reason=completion.stop_reason, **text,
         )  # fmt: skip
+
+
+def transferred(output: RequestOutput) -> dict[str, Any]:
+    """Where the hidden states of a finished request lie, for the answer that ends it."""
+    return {} if output.kv_transfer_params is None else {"kv_transfer_params": output.kv_transfer_params}
 
 
 def draft_metrics(outputs: Sequence[RequestOutput]) -> dict[str, Any] | None:

@@ -5,7 +5,7 @@ A field is honoured, or it is refused by name; one whose value asks for nothing 
 
 import difflib
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
@@ -37,7 +37,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "return_token_ids": (False,),
     "priority": (0,),
     "cache_salt": (),
-    "kv_transfer_params": (),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "prompt_cache_key": (),
@@ -193,6 +192,7 @@ class GenerationRequest(Body):
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    kv_transfer_params: dict[str, Any] | None = None
 
     @property
     def output_limit(self) -> int | None:
@@ -206,11 +206,13 @@ class GenerationRequest(Body):
 
     def sampling_params(self) -> SamplingParams:
         """The same wishes as the engine knows them."""
+        transfer = self.kv_transfer_params
         return SamplingParams(
             n=self.n, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, min_p=self.min_p,
             seed=self.seed, stop=self.stop, stop_token_ids=self.stop_token_ids, max_tokens=self.output_limit,
             include_stop_str_in_output=self.include_stop_str_in_output, ignore_eos=self.ignore_eos,
             logprobs=self.num_logprobs, skip_special_tokens=self.skip_special_tokens,
+            extra_args={"kv_transfer_params": transfer} if transfer else None,
         )  # fmt: skip
 
     @property

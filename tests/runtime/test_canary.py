@@ -16,7 +16,7 @@ from tests.runtime.parts import random_speculator, random_verifier
 
 
 def test_captured_states_are_the_residual_stream(tiny_verifier: Path) -> None:
-    """Id i is transformers' hidden_states[i], id L its last one before the final norm (pitfalls rows 1, 7, 41)."""
+    """Id i is their hidden_states[i], id L the one before the final norm (pitfall 1, pitfall 7, pitfall 41)."""
     verifier = Verifier.from_pretrained(tiny_verifier, dtype="float32")
     model = AutoModelForCausalLM.from_pretrained(tiny_verifier, dtype=torch.float32)
     rows = [[5, 9, 200, 31, 7], [8, 8, 300], [100, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]]
@@ -30,7 +30,7 @@ def test_captured_states_are_the_residual_stream(tiny_verifier: Path) -> None:
 
 
 def test_teacher_logits_from_stored_states_are_the_verifiers(tiny_verifier: Path, tied_verifier: Path) -> None:
-    """Final norm (random weights) and head on the state of id L give the verifier's own logits (pitfalls row 1)."""
+    """Final norm (random weights) and head on the state of id L give the verifier's own logits (pitfall 1)."""
     for directory in (tiny_verifier, tied_verifier):
         verifier = Verifier.from_pretrained(directory, dtype="float32")
         row = [3, 17, 250, 90, 41, 41, 2]

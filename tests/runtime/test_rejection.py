@@ -1,4 +1,4 @@
-"""Verification rules against exact laws: pitfalls rows 55 and 57."""
+"""Verification rules against exact laws: pitfall 55 and pitfall 57."""
 
 import numpy as np
 import pytest

@@ -32,7 +32,7 @@ def random_model(kind: str) -> PreTrainedModel:
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_states_and_logits_are_the_models_own(kind: str, tmp_path: Path) -> None:
-    """Pitfalls rows 1, 2 and 7: states by depth, and the teacher's logits rebuilt from the last of them."""
+    """Pitfall 1, pitfall 2 and pitfall 7: states by depth, and the teacher's logits rebuilt from the last of them."""
     model = random_model(kind)
     expected = model(input_ids=IDS, output_hidden_states=True)
     model.save_pretrained(tmp_path)
