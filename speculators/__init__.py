@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from speculators.runtime.llm import LLM
     from speculators.runtime.outputs import CompletionOutput, RequestOutput
     from speculators.runtime.sampling import SamplingParams
+    from speculators.runtime.transfer import KVTransferConfig
     from speculators.train.recipe import Recipe, run
 
 __version__ = "0.1.0"
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "CompletionOutput",
+    "KVTransferConfig",
     "Recipe",
     "RequestOutput",
     "SamplingParams",
@@ -32,6 +34,7 @@ __all__ = [
 _HOMES = {
     "LLM": "speculators.runtime.llm",
     "CompletionOutput": "speculators.runtime.outputs",
+    "KVTransferConfig": "speculators.runtime.transfer",
     "Recipe": "speculators.train.recipe",
     "RequestOutput": "speculators.runtime.outputs",
     "SamplingParams": "speculators.runtime.sampling",

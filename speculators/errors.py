@@ -8,6 +8,7 @@
     ├── VerifierError           a verifier is unreadable or unsuitable
     ├── DataError               a row of data is wrong                             (may carry its file and line)
     ├── StoreError              a hidden-states store is damaged or made for something else
+    ├── ServerError             a server that is asked for something refuses, or does not answer
     ├── TrainingError           training cannot start, continue or resume
     ├── RequestError            a generation request or its sampling parameters are wrong
     └── EngineError             the runtime cannot do what it was configured to do
@@ -57,6 +58,10 @@ class DataError(SpeculatorsError):
 
 class StoreError(SpeculatorsError):
     """A hidden-states store is damaged, or was made for another verifier, layer set or template."""
+
+
+class ServerError(SpeculatorsError):
+    """A server that this package is a client of refuses a request, or does not answer any more."""
 
 
 class TrainingError(SpeculatorsError):

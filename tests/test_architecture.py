@@ -17,8 +17,8 @@ RANK = {"errors": 0, "formats": 1, "models": 2, "runtime": 3, "convert": 4, "ext
 VERBS = ("runtime", "convert", "extract", "train", "cli")
 # Places where a method or a producer has to be called by its name.
 FAMILY_TABLES = re.compile(r"speculators/(runtime/config|convert/(from|to)_\w+)\.py")
-# Packages whose absence is normal (extras), or whose import is slow and only needed for one picture or one kernel.
-LATE_THIRD_PARTY = {"gguf", "matplotlib", "triton", "vllm"}
+# Packages whose absence is normal (extras), or whose import is slow and needed for one picture, kernel or kind of file.
+LATE_THIRD_PARTY = {"datasets", "gguf", "matplotlib", "pyarrow", "triton", "vllm"}
 # These directories are read without torch: the two functions that handle tensors import it themselves.
 TORCH_FREE = re.compile(
     r"speculators/formats/\w+\.py|speculators/models/(__init__|family)\.py|speculators/models/\w+/config\.py"

@@ -14,6 +14,7 @@ import speculators
 NAMES = {
     "LLM",
     "CompletionOutput",
+    "KVTransferConfig",
     "Recipe",
     "RequestOutput",
     "SamplingParams",

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Self
 
 from speculators.errors import DataError, UsageError
-from speculators.extract.conversations import Conversation, Message, read_conversations
+from speculators.extract.answers_file import AnswersFile
+from speculators.extract.conversations import Conversation, Message, ReadOptions, Sources, read_conversations
 from speculators.extract.progress import RowProgress
 from speculators.extract.tokenize import ChatTokenizer
 from speculators.runtime.engine import Engine
@@ -25,6 +25,8 @@ from speculators.runtime.outputs import RequestOutput
 from speculators.runtime.sampling import SamplingParams
 
 REPLACEMENT_CHARACTER = "\ufffd"
+# What the options name themselves, and what would change how many answers there are.
+_OWN_SAMPLING = frozenset({"temperature", "seed", "max_tokens", "n"})
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class RegenerateOptions:
     """How rows are answered.
 
     `temperatures` are (value, share) pairs: 0.0 is greedy, shares are relative. `max_new_tokens` counts per answer.
+    `sampling` holds further sampling parameters by name (top_p, top_k ...), `template_options` go to the chat template.
+    `skip_bad_rows` names malformed rows in the errors file instead of raising.
     """
 
     max_new_tokens: int = 256
@@ -39,8 +43,14 @@ class RegenerateOptions:
     seed: int = 0
     store_token_ids: bool = False
     limit: int | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    skip_bad_rows: bool = False
 
     def __post_init__(self) -> None:
+        own = sorted(_OWN_SAMPLING & self.sampling.keys())
+        if own:
+            raise UsageError(f"sampling holds {', '.join(own)}; temperatures, seed and max_new_tokens say that")
         if self.max_new_tokens < 1:
             raise UsageError(f"max_new_tokens is {self.max_new_tokens}, expected 1 or more")
         if not self.temperatures or any(value < 0 or share <= 0 for value, share in self.temperatures):
@@ -63,23 +73,30 @@ class RegenerateOptions:
 
     def settings(self, verifier: str) -> dict[str, Any]:
         """What must be equal for a run to go on where another one stopped."""
-        kept = {key: value for key, value in asdict(self).items() if key != "limit"}
+        kept = {key: value for key, value in asdict(self).items() if key not in ("limit", "skip_bad_rows")}
+        # Files made before these options existed have no word of them.
+        kept = {key: value for key, value in kept.items() if value or key not in ("sampling", "template_options")}
         return {"verifier": verifier, **kept, "temperatures": [list(pair) for pair in self.temperatures]}
 
 
 @dataclass
 class RegenerateResult:
-    """Counts of one run; `resumed` rows were finished before, `skipped` ones leave no room for an answer."""
+    """Counts of one run; `resumed` rows were finished before.
+
+    `skipped` rows leave no room for an answer, `failed` ones were refused by a server or malformed; both are named with
+    a reason in the errors file, and a rerun asks for them again.
+    """
 
     output: Path
     rows: int = 0
     resumed: int = 0
     skipped: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
     answer_tokens: int = 0
 
 
 @dataclass
-class _Talk:
+class Talk:
     """A conversation under way; `waiting` holds the user turns to come."""
 
     row: Conversation
@@ -89,9 +106,10 @@ class _Talk:
     waiting: deque[str]
     token_ids: list[list[int]] = field(default_factory=list)
     finish_reasons: list[str] = field(default_factory=list)
+    num_tokens: int = 0
 
     @classmethod
-    def begin(cls, row: Conversation, options: RegenerateOptions) -> _Talk:
+    def begin(cls, row: Conversation, options: RegenerateOptions) -> Talk:
         """A conversation before its first turn; DataError where it needs someone besides user and verifier."""
         if row.tools or any(message["role"] == "tool" for message in row.messages):
             raise row.where.fault("the row uses tools, which nobody here answers; remove it")
@@ -105,6 +123,24 @@ class _Talk:
             [dict(message) for message in start],
             deque(row.user_turns),
         )
+
+    def next_messages(self) -> list[Message]:
+        """The conversation with the next user turn at its end."""
+        return [*self.messages, {"role": "user", "content": self.waiting[0]}]
+
+    def ask(self) -> None:
+        """Move the next user turn from those that wait to the conversation."""
+        self.messages = self.next_messages()
+        self.waiting.popleft()
+
+    def take(self, text: str, finish_reason: str, token_ids: list[int], reasoning: str | None = None) -> None:
+        """Add the verifier's answer to what was asked."""
+        # A cut answer may end within a character, which reads as a replacement character that nobody wrote.
+        text = text.rstrip(REPLACEMENT_CHARACTER) if finish_reason == "length" else text
+        more = {"reasoning_content": reasoning} if reasoning else {}
+        self.messages.append({"role": "assistant", "content": text, **more})
+        self.token_ids.append(token_ids)
+        self.finish_reasons.append(finish_reason)
 
     def to_json(self, store_token_ids: bool) -> str:
         """The finished conversation as a line."""
@@ -120,55 +156,113 @@ class _Talk:
         return json.dumps(row, ensure_ascii=False)
 
 
+class Answering:
+    """One run over prompts: the talks that are still to be had, and where their answers go. A context manager."""
+
+    def __init__(
+        self, prompts: Sources, output: str | Path, options: RegenerateOptions, verifier: str, progress: bool
+    ) -> None:
+        faults: list[DataError] = []
+        order: list[str] = []
+        talks: deque[Talk] = deque()
+        how = ReadOptions(options.limit, on_fault=faults.append if options.skip_bad_rows else None)
+        for row in read_conversations(prompts, options=how):
+            try:
+                talks.append(Talk.begin(row, options))
+            except DataError as fault:
+                if not options.skip_bad_rows:
+                    raise
+                faults.append(fault)
+                continue
+            order.append(row.row_id)
+        self._file = AnswersFile(output, options.settings(verifier), order)
+        self.talks = deque(talk for talk in talks if talk.row.row_id not in self._file.finished)
+        self.result = RegenerateResult(self._file.path, resumed=len(order) - len(self.talks))
+        self.options = options
+        for one in faults:
+            self._file.leave_out(None, None, str(one))
+            self.result.failed.append(str(one).split(": ")[0])
+        shown = progress and bool(self.talks)
+        self.bar = RowProgress("regenerate", len(order), done=self.result.resumed, enabled=shown)
+
+    def __enter__(self) -> Self:
+        self._file.__enter__()
+        self.bar.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.bar.__exit__(*error)
+        self._file.__exit__(*error)
+
+    def advance(self, tokens: int) -> None:
+        """Count an answer's tokens."""
+        self.result.answer_tokens += tokens
+        self.bar.advance(0, tokens)
+
+    def finish(self, talk: Talk) -> None:
+        """Write a talk whose turns are all answered."""
+        self._file.append(talk.to_json(self.options.store_token_ids))
+        self.result.rows += 1
+        self.bar.advance(1)
+
+    def skip(self, talk: Talk, why: str) -> None:
+        """Leave out a talk that has no room for an answer."""
+        self._leave_out(talk, why, self.result.skipped)
+
+    def fail(self, talk: Talk, why: str) -> None:
+        """Leave out a talk that went wrong."""
+        self._leave_out(talk, why, self.result.failed)
+
+    def _leave_out(self, talk: Talk, why: str, names: list[str]) -> None:
+        names.append(talk.row.row_id)
+        self._file.leave_out(talk.row.row_id, talk.row.where, why)
+        self.bar.advance(1)
+
+
 def regenerate_rows(
     engine: Engine,
-    prompts: str | Path | Sequence[str | Path],
+    prompts: Sources,
     output: str | Path,
     options: RegenerateOptions | None = None,
     *,
     progress: bool = True,
 ) -> RegenerateResult:
-    """Answer every row of the prompt files and write one JSON line per finished conversation to `output`.
+    """Answer every row of the prompts and write one JSON line per finished conversation to `output`.
 
     A line holds id, messages, temperature, seed and finish_reasons ("stop" or "length", one per answer), and token_ids
     of the answers on request. Lines are flushed as rows finish, and put in the order of the prompts at the end. A rerun
-    drops a torn last line, keeps finished rows and goes on. Raises DataError for bad rows and for an output made with
-    other settings, and UsageError for an output that is not named .jsonl.
+    drops a torn last line, keeps finished rows and goes on. Rows left out are named in `<output>.errors.jsonl`. Raises
+    DataError for bad rows and for an output made with other settings, and UsageError for an output that is not named
+    .jsonl and for sampling parameters that the engine does not know.
     """
-    output, options = Path(output), options or RegenerateOptions()
-    if output.suffix != ".jsonl":
-        raise UsageError(f"output {output} must end in .jsonl, since rows are appended as they finish")
-    chat = ChatTokenizer(engine.verifier.tokenizer, name=engine.verifier.name_or_path)
-    order: list[str] = []
-    talks: deque[_Talk] = deque()
-    for row in read_conversations(prompts, options.limit):
-        order.append(row.row_id)
-        talks.append(_Talk.begin(row, options))
-    output.parent.mkdir(parents=True, exist_ok=True)
-    _check_settings(output, options.settings(Path(engine.verifier.name_or_path).name))
-    finished = set(_recover(output))
-    talks = deque(talk for talk in talks if talk.row.row_id not in finished)
-    result = RegenerateResult(output, resumed=len(order) - len(talks))
-    if talks:
-        bar = RowProgress("regenerate", len(order), done=result.resumed, enabled=progress)
-        with output.open("a", encoding="utf-8") as stream, bar:
-            _Run(engine, chat, options, stream, bar, result).answer(talks)
-    _put_in_order(output, order)
-    return result
+    options = options or RegenerateOptions()
+    name = engine.verifier.name_or_path
+    chat = ChatTokenizer(engine.verifier.tokenizer, name=name, template_options=options.template_options)
+    _params(options, 0.0, 0)
+    with Answering(prompts, output, options, Path(name).name, progress) as run:
+        _EngineRun(engine, chat, run).answer()
+    return run.result
+
+
+def _params(options: RegenerateOptions, temperature: float, seed: int) -> SamplingParams:
+    try:
+        return SamplingParams(temperature=temperature, max_tokens=options.max_new_tokens, seed=seed, **options.sampling)
+    except TypeError as error:
+        raise UsageError(
+            f"sampling holds {sorted(options.sampling)}, which the engine does not know: {error}"
+        ) from error
 
 
 @dataclass
-class _Run:
+class _EngineRun:
     engine: Engine
     chat: ChatTokenizer
-    options: RegenerateOptions
-    stream: TextIO
-    bar: RowProgress
-    result: RegenerateResult
+    run: Answering
 
-    def answer(self, talks: deque[_Talk]) -> None:
+    def answer(self) -> None:
         """Keep the engine supplied until every talk is written."""
-        active: dict[str, _Talk] = {}
+        talks = self.run.talks
+        active: dict[str, Talk] = {}
         try:
             while talks or active:
                 # More than fit at once, so that a slot that comes free is taken within the same round.
@@ -177,118 +271,34 @@ class _Run:
                     if self._ask(talk):
                         active[talk.row.row_id] = talk
                     else:
-                        self.result.skipped.append(talk.row.row_id)
-                        self.bar.advance(1)
+                        self.run.skip(talk, f"no room for an answer within {self.engine.limits.max_model_len} tokens")
                 for answer in self.engine.step():
                     if answer.finished:
                         self._take(active, answer)
         finally:
             for request_id in active:
                 self.engine.abort(request_id)
-            os.fsync(self.stream.fileno())
 
-    def _ask(self, talk: _Talk) -> bool:
+    def _ask(self, talk: Talk) -> bool:
         """Queue the next turn; False where the prompt leaves no room for a token."""
-        messages = [*talk.messages, {"role": "user", "content": talk.waiting[0]}]
+        messages = talk.next_messages()
         token_ids = self.chat.encode_prompt(messages, talk.row.where)
         if len(token_ids) >= self.engine.limits.max_model_len:
             return False
-        talk.messages = messages
-        talk.waiting.popleft()
-        params = SamplingParams(
-            temperature=talk.temperature,
-            max_tokens=self.options.max_new_tokens,
-            seed=talk.seed + len(talk.finish_reasons),
-        )
+        params = _params(self.run.options, talk.temperature, talk.seed + len(talk.finish_reasons))
+        talk.ask()
         self.engine.add_request(talk.row.row_id, token_ids, params)
         return True
 
-    def _take(self, active: dict[str, _Talk], answer: RequestOutput) -> None:
+    def _take(self, active: dict[str, Talk], answer: RequestOutput) -> None:
         talk = active.pop(answer.request_id)
         completion = answer.outputs[0]
-        reason = completion.finish_reason or "stop"
-        # A cut answer may end within a character, which reads as a replacement character that nobody wrote.
-        text = completion.text.rstrip(REPLACEMENT_CHARACTER) if reason == "length" else completion.text
-        talk.messages.append({"role": "assistant", "content": text})
-        talk.token_ids.append(list(completion.token_ids))
-        talk.finish_reasons.append(reason)
-        self.result.answer_tokens += len(completion.token_ids)
+        talk.take(completion.text, completion.finish_reason or "stop", list(completion.token_ids))
+        self.run.advance(len(completion.token_ids))
         if talk.waiting and self._ask(talk):
             active[answer.request_id] = talk
-            self.bar.advance(0, len(completion.token_ids))
-            return
-        self.stream.write(talk.to_json(self.options.store_token_ids) + "\n")
-        self.stream.flush()
-        self.result.rows += 1
-        self.bar.advance(1, len(completion.token_ids))
-
-
-def _check_settings(output: Path, settings: dict[str, Any]) -> None:
-    path = output.with_name(output.name + ".settings.json")
-    if output.exists() and path.exists():
-        try:
-            before = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise DataError(f"not JSON ({error}); remove it and {output} to begin anew", path=path) from error
-        for key, value in settings.items():
-            if before.get(key) != value:
-                raise DataError(
-                    f"the file was made with {key} {before.get(key)!r}, now {value!r} is asked for; go on with the "
-                    "former, or give another output",
-                    path=output,
-                )
-        return
-    if output.exists() and output.stat().st_size:
-        raise DataError(f"the file exists, but {path.name}, which tells how it was made, does not", path=output)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
-
-
-def _recover(output: Path) -> Iterator[str]:
-    """Yield the ids of finished rows, after cutting off a last line that was torn."""
-    if not output.exists():
-        return
-    for number, (row_id, start, end) in enumerate(_lines(output), start=1):
-        if row_id is not None:
-            yield row_id
-        elif end == output.stat().st_size:
-            os.truncate(output, start)
         else:
-            raise DataError("the line is no finished row; remove the line, or the file", path=output, line=number)
-
-
-def _lines(output: Path) -> Iterator[tuple[str | None, int, int]]:
-    """Yield, per line, the row's id (None where it is not whole) and the bytes where it starts and ends."""
-    start = 0
-    with output.open("rb") as stream:
-        for raw in stream:
-            row_id: str | None = None
-            if raw.endswith(b"\n"):
-                try:
-                    row_id = str(json.loads(raw)["id"])
-                except (ValueError, KeyError, TypeError):
-                    row_id = None
-            yield row_id, start, start + len(raw)
-            start += len(raw)
-
-
-def _put_in_order(output: Path, order: list[str]) -> None:
-    """Sort the rows as the prompts were; rows of other prompts follow."""
-    if not output.exists():
-        return
-    rank = {row_id: i for i, row_id in enumerate(order)}
-    spans = [(rank.get(row_id or "", len(order)), start, end) for row_id, start, end in _lines(output)]
-    if spans == sorted(spans):
-        return
-    temporary = output.with_name(output.name + ".tmp")
-    with output.open("rb") as source, temporary.open("wb") as target:
-        for _, start, end in sorted(spans):
-            source.seek(start)
-            target.write(source.read(end - start))
-        target.flush()
-        os.fsync(target.fileno())
-    os.replace(temporary, output)
+            self.run.finish(talk)
 
 
 def _hash(seed: int, purpose: str, row_id: str) -> int:

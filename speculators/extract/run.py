@@ -7,27 +7,40 @@ extract:    token ids -> the verifier's hidden states
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from speculators.errors import StoreError, VerifierError
-from speculators.extract.conversations import read_rows
+from speculators.errors import StoreError, UsageError, VerifierError
+from speculators.extract.conversations import ReadOptions, Sources, as_sources, read_rows
+from speculators.extract.filling import FillResult, StatesSource, fill_store
 from speculators.extract.fingerprint import verifier_fingerprint
-from speculators.extract.local import extract_rows
+from speculators.extract.folder import FolderSource
+from speculators.extract.local import LocalSource
 from speculators.extract.prepared import MANIFEST, PreparedData, RowEncoder, prepare_rows
 from speculators.extract.regenerate import RegenerateOptions, RegenerateResult, regenerate_rows
-from speculators.extract.shards import sha256_of
-from speculators.extract.store import DEFAULT_SHARD_BYTES, HiddenStatesStore, StoreIdentity, StoreWriter
+from speculators.extract.remote import ServerOptions, ServerSource
+from speculators.extract.sources import MAX_ROW_BYTES
+from speculators.extract.store import (
+    DEFAULT_SHARD_BYTES,
+    HiddenStatesStore,
+    StoreEstimate,
+    StoreIdentity,
+    StoreWriter,
+    WorkShare,
+)
 from speculators.extract.tokenize import ChatTokenizer, Turns, tokenizer_hash
+from speculators.extract.vllm_engine import VllmOptions, VllmSource
 from speculators.runtime.llm import LLM
 from speculators.runtime.verifier import Verifier
 
 NO_TEMPLATE = "none"
-Paths = str | Path | Sequence[str | Path]
+SourceName = Literal["local", "server", "vllm", "files"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +49,9 @@ class PrepareOptions:
 
     Rows are cut at `max_length` tokens; `turns` is "all" answers or the "last" one; `template_options` go to the chat
     template by name; `limit` takes the first rows only, of those whose id the regular expression `match` is found in.
-    `draft_vocab_size` writes `draft_vocab.safetensors` too.
+    Rows with fewer than `minimum_valid_tokens` learnt tokens are skipped and counted. A row that is malformed, refused
+    by the template or longer than `max_row_bytes` is an error; `skip_bad_rows` counts it instead. `seed` draws the
+    shares of weighted sources. `draft_vocab_size` writes `draft_vocab.safetensors` too.
     """
 
     max_length: int = 2048
@@ -44,6 +59,10 @@ class PrepareOptions:
     template_options: Mapping[str, Any] = field(default_factory=dict)
     limit: int | None = None
     match: str | None = None
+    minimum_valid_tokens: int = 1
+    max_row_bytes: int = MAX_ROW_BYTES
+    skip_bad_rows: bool = False
+    seed: int = 0
     draft_vocab_size: int | None = None
     trust_remote_code: bool = False
 
@@ -53,9 +72,19 @@ class ExtractOptions:
     """How hidden states are computed and stored.
 
     `dtype` is what the verifier computes in, `store_dtype` what is written; a pass takes `batch_tokens` tokens, padding
-    included, and a shard about `shard_bytes` bytes.
+    included, and a shard about `shard_bytes` bytes. `source` is the verifier in this process ("local"), the servers of
+    `server`, an engine of "vllm", or the per-request "files" below the folder `files`, whose layers are
+    `file_layer_ids` where they do not say. `skip_failed` leaves out rows that no states can be had for; `share` is this
+    process's part of the work.
     """
 
+    source: SourceName = "local"
+    server: ServerOptions | None = None
+    vllm: VllmOptions = field(default_factory=VllmOptions)
+    files: Path | None = None
+    file_layer_ids: tuple[int, ...] | None = None
+    skip_failed: bool = False
+    share: WorkShare = field(default_factory=WorkShare)
     dtype: str = "auto"
     store_dtype: str = "bfloat16"
     batch_tokens: int = 4096
@@ -63,10 +92,18 @@ class ExtractOptions:
     device: str | None = None
     trust_remote_code: bool = False
 
+    def __post_init__(self) -> None:
+        if self.source not in get_args(SourceName):
+            raise UsageError(f"source {self.source!r}: expected one of {', '.join(get_args(SourceName))}")
+        if self.source == "server" and self.server is None:
+            raise UsageError("source server needs endpoints like http://127.0.0.1:8000/v1")
+        if self.source == "files" and self.files is None:
+            raise UsageError("source files needs the folder of per-request files")
+
 
 def regenerate(
     model: str | Path,
-    prompts: Paths,
+    prompts: Sources,
     output: str | Path,
     options: RegenerateOptions | None = None,
     *,
@@ -84,7 +121,7 @@ def regenerate(
 
 def prepare(
     verifier: str | Path,
-    data: Paths,
+    data: Sources,
     output: str | Path,
     options: PrepareOptions | None = None,
     *,
@@ -92,29 +129,41 @@ def prepare(
 ) -> PreparedData:
     """Turn conversations into rows of token ids and loss masks through the verifier's chat template.
 
-    Where `output` holds the rows of the same files, tokenizer and options already, they are taken as they are. Raises
+    `data` is one or several files, folders, saved datasets or hub datasets, with weights (see `sources`). Where
+    `output` holds the rows of the same sources, tokenizer and options already, they are taken as they are. Raises
     VerifierError without a chat template, DataError for a bad row (file and line) and where nothing can be learnt.
     """
     options, output = options or PrepareOptions(), Path(output)
-    files = [Path(data)] if isinstance(data, (str, Path)) else [Path(path) for path in data]
+    sources = as_sources(data)
     config = _load_config(verifier, options.trust_remote_code)
-    tokenizer = _load_tokenizer(verifier, options.trust_remote_code)
+    tokenizer = load_tokenizer(verifier, options.trust_remote_code)
     chat = _chat(tokenizer, verifier, options)
-    encoder = RowEncoder(chat, int(config.vocab_size), options.max_length)
+    encoder = RowEncoder(
+        chat,
+        int(config.vocab_size),
+        options.max_length,
+        tokenizer,
+        options.minimum_valid_tokens,
+        options.skip_bad_rows,
+    )
     request = {
         "verifier": Path(verifier).name,
         "tokenizer_hash": tokenizer_hash(tokenizer),
         "template_hash": _template_hash(chat),
-        "files": [{"name": path.name, "sha256": sha256_of(path)} for path in files if path.is_file()],
+        "files": [file for source in sources for file in source.identity()],
         "vocab_size": encoder.vocab_size,
         **{key: value for key, value in asdict(options).items() if key in _ROW_OPTIONS},
     }
     prepared = _finished(output, request)
     if prepared is None:
-        rows = read_rows(files, options.limit, options.match)
-        prepared = prepare_rows(rows, encoder, output, request, progress=progress)
+        on_fault = encoder.fault if options.skip_bad_rows else None
+        how = ReadOptions(options.limit, options.match, options.seed, options.max_row_bytes, on_fault)
+        keep = _kept_ids(verifier, tokenizer, encoder.vocab_size)
+        prepared = prepare_rows(
+            read_rows(sources, options=how), encoder, output, request, always_keep=keep, progress=progress
+        )
     if options.draft_vocab_size is not None:
-        prepared.write_draft_vocab(options.draft_vocab_size, _ending_ids(verifier, tokenizer, encoder.vocab_size))
+        prepared.write_draft_vocab(options.draft_vocab_size)
     return prepared
 
 
@@ -130,31 +179,77 @@ def extract(
     """Store the verifier's hidden states of prepared rows: the residual streams entering `aux_layer_ids`, and the last.
 
     Goes on with an unfinished store; a finished one is opened without loading the verifier. Raises StoreError for a
-    store made for something else (naming both), for rows made with another tokenizer or template, and for a full disk.
+    store made for something else (naming both), for rows made with another tokenizer or template, for rows without
+    states, and for a full disk.
     """
+    extract_share(verifier, prepared, output, aux_layer_ids, options, progress=progress)
+    return HiddenStatesStore.open(output)
+
+
+def extract_share(
+    verifier: str | Path,
+    prepared: str | Path,
+    output: str | Path,
+    aux_layer_ids: Sequence[int],
+    options: ExtractOptions | None = None,
+    *,
+    progress: bool = True,
+    announce: Callable[[StoreEstimate], None] | None = None,
+) -> FillResult:
+    """Do this process's share of `extract`; `announce` is told the store's size before anything is computed."""
     options, data = options or ExtractOptions(), PreparedData(prepared)
     config = _load_config(verifier, options.trust_remote_code)
-    _check_rows(data, _load_tokenizer(verifier, options.trust_remote_code), verifier)
+    _check_rows(data, load_tokenizer(verifier, options.trust_remote_code), verifier)
     identity = StoreIdentity(
         verifier=str(verifier),
         verifier_fingerprint=verifier_fingerprint(verifier),
-        aux_layer_ids=tuple(sorted(set(aux_layer_ids))),
+        # The last one is always stored, asked for or not.
+        aux_layer_ids=tuple(sorted({*aux_layer_ids} - {int(config.num_hidden_layers)})),
         num_layers=int(config.num_hidden_layers),
         hidden_size=int(config.hidden_size),
         dtype=options.store_dtype,
         template_hash=data.template_hash,
         rows_hash=data.rows_hash,
     )
-    with StoreWriter(output, identity, data.lengths, shard_bytes=options.shard_bytes) as writer:
-        if writer.missing:
-            model = Verifier.from_pretrained(
-                verifier, dtype=options.dtype, device=options.device, trust_remote_code=options.trust_remote_code
-            )
-            extract_rows(model, data, writer, batch_tokens=options.batch_tokens, progress=progress)
-    return HiddenStatesStore.open(output)
+    with (
+        StoreWriter(output, identity, data.lengths, shard_bytes=options.shard_bytes, share=options.share) as writer,
+        ExitStack() as opened,
+    ):
+        if announce is not None:
+            announce(writer.estimate)
+        if not writer.missing:
+            return FillResult(before=writer.num_rows_done)
+        source = _source(verifier, data, identity, options, opened, progress)
+        return fill_store(source, data, writer, skip_failed=options.skip_failed, progress=progress)
 
 
-_ROW_OPTIONS = ("max_length", "turns", "template_options", "limit", "match")
+def _source(
+    verifier: str | Path,
+    data: PreparedData,
+    identity: StoreIdentity,
+    options: ExtractOptions,
+    opened: ExitStack,
+    progress: bool,
+) -> StatesSource:
+    if options.server is not None and options.source == "server":
+        return opened.enter_context(ServerSource(options.server, identity.layer_ids))
+    if options.source == "vllm":
+        chosen = {"dtype": options.dtype, "trust_remote_code": options.trust_remote_code, **options.vllm.keywords}
+        engine = replace(options.vllm, keywords=chosen)
+        return opened.enter_context(VllmSource(verifier, identity.layer_ids, max(data.lengths), engine))
+    if options.files is not None and options.source == "files":
+        stated = options.file_layer_ids
+        return FolderSource(options.files, identity.layer_ids, file_layer_ids=stated, progress=progress)
+    model = Verifier.from_pretrained(
+        verifier, dtype=options.dtype, device=options.device, trust_remote_code=options.trust_remote_code
+    )
+    return LocalSource(model, identity, batch_tokens=options.batch_tokens)
+
+
+_ROW_OPTIONS = (
+    "max_length", "turns", "template_options", "limit", "match", "minimum_valid_tokens", "max_row_bytes",
+    "skip_bad_rows", "seed",
+)  # fmt: skip
 
 
 def _finished(output: Path, request: dict[str, Any]) -> PreparedData | None:
@@ -202,7 +297,8 @@ def _load_config(verifier: str | Path, trust_remote_code: bool) -> PretrainedCon
     return text_config
 
 
-def _load_tokenizer(verifier: str | Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+def load_tokenizer(verifier: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Load a verifier's tokenizer; VerifierError where it cannot be read."""
     try:
         found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(verifier), trust_remote_code=trust_remote_code
@@ -212,9 +308,15 @@ def _load_tokenizer(verifier: str | Path, trust_remote_code: bool) -> PreTrained
     return found
 
 
-def _ending_ids(verifier: str | Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> set[int]:
-    """Tokens that a draft can propose whatever the data says: those that end an answer, and special ones."""
+def _kept_ids(verifier: str | Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> set[int]:
+    """Tokens that a draft can propose whatever the data says: ends of answers, and the markup of the chat template.
+
+    The markup is every added token that the template names: tool calls, thinking, turns. Reserved tokens, of which some
+    tokenizers have hundreds, stay out.
+    """
     ids = set(tokenizer.all_special_ids)
+    template = json.dumps(tokenizer.chat_template or "", ensure_ascii=False)
+    ids.update(i for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip() in template)
     try:
         ends = GenerationConfig.from_pretrained(str(verifier)).eos_token_id
     except OSError:  # a verifier needs no generation_config.json

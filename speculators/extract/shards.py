@@ -135,9 +135,9 @@ def write_bytes(path: Path, data: bytes) -> WrittenFile:
     return WrittenFile(len(data), hashlib.sha256(data).hexdigest())
 
 
-def remove_partial_files(directory: Path) -> None:
-    """Remove what a writer that was killed left behind."""
-    for file in directory.glob(f".*{PARTIAL}"):
+def remove_partial_files(directory: Path, name: str) -> None:
+    """Remove what a writer of the file `name` that was killed left behind."""
+    for file in directory.glob(f".{name}.*{PARTIAL}"):
         file.unlink(missing_ok=True)
 
 

@@ -3,23 +3,33 @@
 A directory of shards, each a safetensors file with `hidden_states` [tokens, layers, H], `token_ids` int64 [tokens],
 `loss_mask` bool [tokens] and `row_offsets` int64 [rows + 1], and a manifest that says which verifier, layers, chat
 template and rows they come from. Layers ascend; the last one is the verifier's output before its final norm. A shard is
-the unit of resumption: it exists whole, with its checksum in the manifest, or not at all.
+the unit of resumption, and of sharing the work: it exists whole, with its checksum in the manifest, or not at all.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+import fcntl
+import os
+import shutil
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
-from filelock import FileLock, Timeout
 from torch import Tensor
 
 from speculators.errors import StoreError
+from speculators.extract.manifest import (
+    DTYPES,
+    MANIFEST,
+    FinishedShard,
+    Manifest,
+    StoreIdentity,
+    manifest_lock,
+    shard_name,
+)
 from speculators.extract.shards import (
     RowLayout,
     Shard,
@@ -29,119 +39,84 @@ from speculators.extract.shards import (
     remove_partial_files,
     require_room,
     sha256_of,
-    write_bytes,
     write_lengths,
     write_tensors,
 )
 from speculators.models.draft_model import Sample
 
-MANIFEST = "manifest.json"
-FORMAT_VERSION = 1
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-DEFAULT_SHARD_BYTES = 64 * 2**20
+__all__ = [
+    "DEFAULT_SHARD_BYTES",
+    "DTYPES",
+    "MANIFEST",
+    "HiddenStatesStore",
+    "Manifest",
+    "StoreEstimate",
+    "StoreIdentity",
+    "StoreWriter",
+    "VerifiedStore",
+    "WorkShare",
+    "shard_name",
+    "verify_store",
+]
+
+DEFAULT_SHARD_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
-class StoreIdentity:
-    """What a store was made from; two runs may share a store only where all of it is equal.
+class StoreEstimate:
+    """What a store will take, told before it is made: bytes, of which `num_bytes_missing` are still to be written."""
 
-    `aux_layer_ids` are capture ids, ascending (i = residual stream entering layer i); `num_layers` is the id of the
-    last state, which is always stored. `rows_hash` is over the token ids and masks.
-    """
-
-    verifier: str
-    verifier_fingerprint: str
-    aux_layer_ids: tuple[int, ...]
-    num_layers: int
-    hidden_size: int
-    dtype: str
-    template_hash: str
-    rows_hash: str
-    prenorm: bool = True
-
-    def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise StoreError(f"dtype {self.dtype!r} cannot be stored; expected one of {', '.join(DTYPES)}")
-        ids = self.aux_layer_ids
-        if list(ids) != sorted(set(ids)) or (ids and not 0 <= ids[0] <= ids[-1] <= self.num_layers):
-            raise StoreError(f"aux layer ids {list(ids)}: expected ascending, distinct ids within 0..{self.num_layers}")
-
-    @property
-    def layer_ids(self) -> tuple[int, ...]:
-        """All stored layers, ascending."""
-        return tuple(sorted({*self.aux_layer_ids, self.num_layers}))
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes on disk per token: states, id and mask."""
-        return len(self.layer_ids) * self.hidden_size * DTYPES[self.dtype].itemsize + 8 + 1
-
-    def require_same(self, wanted: dict[str, Any], directory: Path) -> None:
-        """Raise StoreError, naming both sides, where a wanted value is another than this one's."""
-        for key, value in wanted.items():
-            mine = getattr(self, key)
-            if value is not None and mine != value and key != "verifier":
-                name = f" (made with {self.verifier})" if key == "verifier_fingerprint" else ""
-                raise StoreError(
-                    f"{directory} was made for {key.replace('_', ' ')} {_shown(mine)}{name}, now {_shown(value)} is "
-                    "asked for; give another folder, or make the store again"
-                )
-
-
-@dataclass
-class Manifest:
-    """The store's `manifest.json`; `shards` maps a shard's index to its size in bytes and checksum."""
-
-    identity: StoreIdentity
     num_rows: int
     num_tokens: int
-    shard_tokens: int
-    shards: dict[int, tuple[int, str]] = field(default_factory=dict)
+    bytes_per_token: int
+    num_bytes_missing: int
+    num_bytes_free: int
 
-    @classmethod
-    def read(cls, directory: Path) -> Manifest:
-        """Read a directory's manifest; StoreError where it is missing, damaged or of another format."""
-        path = directory / MANIFEST
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise StoreError(f"{directory} is no hidden-states store: {MANIFEST} cannot be read ({error})") from error
-        except ValueError as error:
-            raise StoreError(f"{path} is damaged: {error}; make the store again") from error
-        version = data.get("format_version") if isinstance(data, dict) else None
-        if version != FORMAT_VERSION:
-            raise StoreError(f"{path} has format_version {version!r}, expected {FORMAT_VERSION}; make the store again")
-        names = [item.name for item in fields(StoreIdentity)]
-        missing = [key for key in [*names, "num_rows", "num_tokens", "shard_tokens", "shards"] if key not in data]
-        if missing or data["prenorm"] is not True:
-            what = f"lacks {', '.join(missing)}" if missing else f"says prenorm {data['prenorm']!r}, expected true"
-            raise StoreError(f"{path} {what}; make the store again")
-        values = {name: data[name] for name in names}
-        identity = StoreIdentity(**{**values, "aux_layer_ids": tuple(values["aux_layer_ids"])})
-        shards = {int(index): (entry["bytes"], entry["sha256"]) for index, entry in data["shards"].items()}
-        return cls(identity, data["num_rows"], data["num_tokens"], data["shard_tokens"], shards)
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole store."""
+        return self.num_tokens * self.bytes_per_token
 
-    def write(self, directory: Path) -> None:
-        """Write it atomically."""
-        data = {
-            "format_version": FORMAT_VERSION,
-            **asdict(self.identity),
-            "layer_ids": self.identity.layer_ids,
-            "num_rows": self.num_rows,
-            "num_tokens": self.num_tokens,
-            "shard_tokens": self.shard_tokens,
-            "shards": {str(i): {"bytes": size, "sha256": sha} for i, (size, sha) in sorted(self.shards.items())},
-        }
-        write_bytes(directory / MANIFEST, (json.dumps(data, indent=1) + "\n").encode())
+    def __str__(self) -> str:
+        gib = 2**30
+        return (
+            f"{self.num_rows} rows, {self.num_tokens} tokens of {self.bytes_per_token} bytes: "
+            f"{self.num_bytes / gib:.2f} GiB, {self.num_bytes_missing / gib:.2f} GiB to write, "
+            f"{self.num_bytes_free / gib:.2f} GiB free"
+        )
+
+
+@dataclass(frozen=True)
+class WorkShare:
+    """Which shards one of several processes writes: every `world_size`-th, from `rank` on."""
+
+    rank: int = 0
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise StoreError(f"rank {self.rank} of {self.world_size} processes: expected 0..{self.world_size - 1}")
 
 
 class HiddenStatesStore:
     """A finished store: `store[i]` is a `Sample` read through memory mapping, `lengths` are known without reading."""
 
-    def __init__(self, directory: Path, manifest: Manifest, layout: RowLayout) -> None:
+    def __init__(
+        self, directory: Path, manifest: Manifest, layout: RowLayout, aux_layer_ids: Sequence[int] | None = None
+    ) -> None:
         self.directory = directory
         self.identity = manifest.identity
         self._layout = layout
+        skipped = set(manifest.skipped_rows)
+        self._rows = [row for row in range(len(layout.lengths)) if row not in skipped]
+        self._lengths = [layout.lengths[row] for row in self._rows]
+        stored = manifest.identity.layer_ids
+        asked = manifest.identity.aux_layer_ids if aux_layer_ids is None else aux_layer_ids
+        places = [stored.index(layer) for layer in asked]
+        first = places[0] if places else 0
+        neighbours = slice(first, first + len(places))
+        # A slice reads through the mapping without a copy.
+        self._aux = neighbours if places == list(range(neighbours.start, neighbours.stop)) else places
         self._files = TensorFiles(directory)
 
     @classmethod
@@ -156,17 +131,16 @@ class HiddenStatesStore:
     ) -> HiddenStatesStore:
         """Open a store for reading; what is given must be what it was made for.
 
-        `verify` compares every shard's checksum. StoreError where something differs (naming both sides), where
-        extraction was not finished, or where a shard is missing or damaged.
+        `aux_layer_ids` may be some of the stored layers: samples then have these. `verify` compares every shard's
+        checksum. StoreError where something differs (naming both sides), where extraction was not finished, or where a
+        shard is missing or damaged.
         """
         directory = Path(directory)
         manifest = Manifest.read(directory)
-        wanted = {
-            "verifier_fingerprint": verifier_fingerprint,
-            "aux_layer_ids": None if aux_layer_ids is None else tuple(aux_layer_ids),
-            "template_hash": template_hash,
-        }
-        manifest.identity.require_same(wanted, directory)
+        identity = manifest.identity
+        identity.require_same({"verifier_fingerprint": verifier_fingerprint, "template_hash": template_hash}, directory)
+        if aux_layer_ids is not None and not set(aux_layer_ids) <= set(identity.layer_ids):
+            identity.require_same({"aux_layer_ids": tuple(aux_layer_ids)}, directory)
         layout = _layout(directory, manifest)
         missing = [shard for shard in layout.shards if shard.number not in manifest.shards]
         if missing:
@@ -174,41 +148,46 @@ class HiddenStatesStore:
             raise StoreError(
                 f"{directory} is unfinished: {rows} of {manifest.num_rows} rows; run the extraction again to go on"
             )
-        for index, (size, sha256) in manifest.shards.items():
-            path = directory / shard_name(index)
-            if not is_whole(path, size) or (verify and sha256_of(path) != sha256):
-                raise StoreError(f"{path} is missing or damaged; run the extraction again, which replaces it")
-        return cls(directory, manifest, layout)
+        damaged = damaged_shards(directory, manifest, checksums=verify)
+        if damaged:
+            others = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
+            raise StoreError(f"{damaged[0]} is missing or damaged{others}; run the extraction again, which replaces it")
+        return cls(directory, manifest, layout, aux_layer_ids)
 
     @property
     def lengths(self) -> Sequence[int]:
         """Tokens of each row."""
-        return self._layout.lengths
+        return self._lengths
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all rows."""
-        return self._layout.num_tokens
+        return sum(self._lengths)
+
+    @property
+    def num_skipped(self) -> int:
+        """Rows that no states could be had for; they are not among the samples."""
+        return len(self._layout.lengths) - len(self._rows)
 
     def __len__(self) -> int:
-        return len(self._layout.lengths)
+        return len(self._rows)
 
     def __getitem__(self, row: int) -> Sample:
         if not -len(self) <= row < len(self):
             raise IndexError(f"row {row} of a store of {len(self)}")
-        shard, start, end = self._layout.locate(row % len(self))
+        shard, start, end = self._layout.locate(self._rows[row])
         name = shard_name(shard.number)
         states_TLH = self._files.slice(name, "hidden_states", start, end)
         return Sample(
             input_ids=self._files.slice(name, "token_ids", start, end),
             loss_mask=self._files.slice(name, "loss_mask", start, end),
-            aux_hidden_states=states_TLH[:, : len(self.identity.aux_layer_ids)],
+            aux_hidden_states=states_TLH[:, self._aux],
             last_hidden_states=states_TLH[:, -1],
         )
 
 
 class StoreWriter:
-    """Fills a store shard by shard; a context manager that keeps other writers out.
+    """Fills a store shard by shard; a context manager that keeps out other writers of the same shards.
 
     Opening a folder with a store of equal identity goes on with it: shards that are not whole are written again.
     """
@@ -220,66 +199,106 @@ class StoreWriter:
         lengths: Sequence[int],
         *,
         shard_bytes: int = DEFAULT_SHARD_BYTES,
+        share: WorkShare | None = None,
     ) -> None:
         self.directory = Path(directory)
         self.identity = identity
         self._lengths = list(lengths)
         self._shard_tokens = max(1, shard_bytes // identity.bytes_per_token)
-        self._lock = FileLock(self.directory / ".lock")
+        self._share = share or WorkShare()
 
     def __enter__(self) -> Self:
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self._lock.acquire(timeout=0)
-        except Timeout as error:
-            raise StoreError(f"{self.directory} is being written by another process; wait for it to end") from error
-        except (OSError, NotImplementedError) as error:
-            raise StoreError(f"{self.directory} cannot be written to: {error}") from error
-        with ExitStack() as release_unless_begun:
-            release_unless_begun.callback(self._lock.release)
-            self._begin()
-            release_unless_begun.pop_all()
+        with ExitStack() as stack:
+            try:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                alone = self._share.world_size == 1
+                self._hold(stack, ".lock", fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+                if not alone:
+                    self._hold(stack, f".lock-{self._share.rank}", fcntl.LOCK_EX)
+            except BlockingIOError as error:
+                raise StoreError(f"{self.directory} is being written by another process; wait for it to end") from error
+            except OSError as error:
+                raise StoreError(f"{self.directory} cannot be written to: {error}") from error
+            with manifest_lock(self.directory):
+                self._begin()
+            self._held = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._lock.release()
+        self._held.close()
+
+    def _hold(self, stack: ExitStack, name: str, kind: int) -> None:
+        descriptor = os.open(self.directory / name, os.O_RDWR | os.O_CREAT, 0o644)
+        stack.callback(os.close, descriptor)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
 
     def _begin(self) -> None:
-        remove_partial_files(self.directory)
-        if (self.directory / MANIFEST).exists():
+        exists = (self.directory / MANIFEST).exists()
+        if exists:
             self._manifest = Manifest.read(self.directory)
             self._manifest.identity.require_same(asdict(self.identity), self.directory)
             self._layout = _layout(self.directory, self._manifest)
-            for index, (size, _) in list(self._manifest.shards.items()):
-                if not is_whole(self.directory / shard_name(index), size):
-                    del self._manifest.shards[index]
+            for number, shard in list(self._manifest.shards.items()):
+                if not is_whole(self.directory / shard.file, shard.num_bytes):
+                    del self._manifest.shards[number]
         else:
             self._layout = RowLayout.plan(self._lengths, self._shard_tokens)
-            self._manifest = Manifest(
-                self.identity, len(self._lengths), self._layout.num_tokens, self._shard_tokens, {}
-            )
-        tokens = sum(shard.num_tokens for shard in self.missing)
-        require_room(self.directory, tokens * self.identity.bytes_per_token, "the hidden-states store")
-        if not (self.directory / MANIFEST).exists():
+            self._manifest = Manifest(self.identity, len(self._lengths), self._layout.num_tokens, self._shard_tokens)
+        for mine in self._layout.shards[self._share.rank :: self._share.world_size]:
+            remove_partial_files(self.directory, shard_name(mine.number))
+        remove_partial_files(self.directory, MANIFEST)
+        # What every process together still writes has to fit.
+        require_room(self.directory, self.estimate.num_bytes_missing, "the hidden-states store")
+        if not exists:
             write_lengths(self.directory, self._lengths)
             self._manifest.write(self.directory)
 
     @property
+    def estimate(self) -> StoreEstimate:
+        """What the store takes, all processes together."""
+        tokens = sum(shard.num_tokens for shard in self._unfinished)
+        size = self.identity.bytes_per_token
+        return StoreEstimate(
+            self._manifest.num_rows,
+            self._manifest.num_tokens,
+            size,
+            tokens * size,
+            shutil.disk_usage(self.directory).free,
+        )
+
+    @property
     def missing(self) -> list[Shard]:
-        """Shards still to be written."""
-        return [shard for shard in self._layout.shards if shard.number not in self._manifest.shards]
+        """Shards still to be written by this process."""
+        return [shard for shard in self._unfinished if shard.number % self._share.world_size == self._share.rank]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that are this process's to write, written already or not."""
+        mine = self._layout.shards[self._share.rank :: self._share.world_size]
+        return sum(shard.last - shard.first for shard in mine)
 
     @property
     def num_rows_done(self) -> int:
-        """Rows in finished shards."""
-        return len(self._layout.lengths) - sum(shard.last - shard.first for shard in self.missing)
+        """Rows of this process in finished shards."""
+        return self.num_rows - sum(shard.last - shard.first for shard in self.missing)
+
+    @property
+    def _unfinished(self) -> list[Shard]:
+        return [shard for shard in self._layout.shards if shard.number not in self._manifest.shards]
 
     def write(
-        self, shard: Shard, input_ids: Sequence[Tensor], loss_masks: Sequence[Tensor], states: Sequence[Tensor]
+        self,
+        shard: Shard,
+        input_ids: Sequence[Tensor],
+        loss_masks: Sequence[Tensor],
+        states: Sequence[Tensor],
+        *,
+        skipped: Collection[int] = (),
     ) -> None:
         """Write a shard's rows, in order: ids [T], masks [T] and states [T, layers, H], the last layer included.
 
-        Raises StoreError for shapes that do not fit the layout and for a full disk; then nothing of the shard remains.
+        `skipped` are places within the shard of rows without states, which are given zeros. Raises StoreError for
+        shapes that do not fit the layout and for a full disk; then nothing of the shard remains.
         """
         layers, width = len(self.identity.layer_ids), self.identity.hidden_size
         lengths = list(self._layout.lengths[shard.first : shard.last])
@@ -288,8 +307,9 @@ class StoreWriter:
             raise StoreError(
                 f"shard {shard.number}: got states {got}, expected [T, {layers}, {width}] with T of {lengths}"
             )
+        file = shard_name(shard.number)
         written = write_tensors(
-            self.directory / shard_name(shard.number),
+            self.directory / file,
             {
                 "hidden_states": torch.cat([rows.to(DTYPES[self.identity.dtype]) for rows in states]),
                 "token_ids": torch.cat(list(input_ids)).long(),
@@ -297,13 +317,66 @@ class StoreWriter:
                 "row_offsets": self._layout.offsets(shard),
             },
         )
-        self._manifest.shards[shard.number] = (written.num_bytes, written.sha256)
-        self._manifest.write(self.directory)
+        finished = FinishedShard(file, written.num_bytes, written.sha256, len(lengths), sum(lengths))
+        with manifest_lock(self.directory):
+            # Others have written shards of theirs since.
+            manifest = Manifest.read(self.directory)
+            manifest.shards[shard.number] = finished
+            kept = [row for row in manifest.skipped_rows if not shard.first <= row < shard.last]
+            manifest.skipped_rows = sorted([*kept, *(shard.first + place for place in skipped)])
+            manifest.write(self.directory)
+        self._manifest.shards[shard.number] = finished
 
 
-def shard_name(index: int) -> str:
-    """File name of a shard."""
-    return f"shard-{index:05d}.safetensors"
+@dataclass(frozen=True)
+class VerifiedStore:
+    """What a store whose checksums are right holds."""
+
+    shards: int
+    rows: int
+    tokens: int
+    skipped: int
+
+    def __str__(self) -> str:
+        return f"{self.shards} shards, {self.rows} rows, {self.tokens} tokens, {self.skipped} skipped; checksums right"
+
+
+def verify_store(directory: str | Path) -> VerifiedStore:
+    """Compare the checksums of all shards.
+
+    StoreError names what is damaged or missing; it is taken out of the manifest, so that the extraction, run again,
+    writes it anew.
+    """
+    directory = Path(directory)
+    manifest = Manifest.read(directory)
+    layout = _layout(directory, manifest)
+    damaged = damaged_shards(directory, manifest, checksums=True)
+    if damaged:
+        with manifest_lock(directory):
+            latest = Manifest.read(directory)
+            for number, shard in list(latest.shards.items()):
+                if directory / shard.file in damaged and shard == manifest.shards.get(number):
+                    del latest.shards[number]
+            latest.write(directory)
+    missing = len(layout.shards) - len(manifest.shards)
+    if damaged or missing:
+        names = ", ".join(path.name for path in damaged) or "none"
+        raise StoreError(
+            f"{directory}: damaged: {names}; not written yet: {missing} of {len(layout.shards)} shards; run the "
+            "extraction again, which writes them"
+        )
+    skipped = len(manifest.skipped_rows)
+    return VerifiedStore(len(layout.shards), manifest.num_rows, manifest.num_tokens, skipped)
+
+
+def damaged_shards(directory: Path, manifest: Manifest, *, checksums: bool) -> list[Path]:
+    """Finished shards that are not there, not whole or, with `checksums`, not what was written."""
+    found = []
+    for shard in manifest.shards.values():
+        path = directory / shard.file
+        if not is_whole(path, shard.num_bytes) or (checksums and sha256_of(path) != shard.sha256):
+            found.append(path)
+    return found
 
 
 def _layout(directory: Path, manifest: Manifest) -> RowLayout:
@@ -314,8 +387,3 @@ def _layout(directory: Path, manifest: Manifest) -> RowLayout:
             f"lengths of {len(layout.lengths)} with {layout.num_tokens}; make the store again"
         )
     return layout
-
-
-def _shown(value: object) -> str:
-    text = str(list(value) if isinstance(value, tuple) else value)
-    return f"{text[:12]}..." if len(text) == 64 else text

@@ -60,7 +60,10 @@ class RegenerateConfig(Section):
 
 
 class DataConfig(Section):
-    """Conversations as rows; `train` is not read where conversations are regenerated.
+    """Conversations as rows; `train` is not read where conversations are regenerated, by the same template options.
+
+    Each name in `train` is a file, a folder, a saved dataset or `hf:owner/name[:subset[:split]]`, with `@0.3` behind it
+    for that share of its rows.
 
     The last `validation_rows` rows of a fixed shuffle are held back from training: their loss and the acceptance length
     on their prompts choose the checkpoint.
@@ -76,8 +79,12 @@ class DataConfig(Section):
 
 
 class ExtractConfig(Section):
-    """Hidden states of the verifier: `dtype` computes them, `store_dtype` keeps them."""
+    """Hidden states of the verifier: `dtype` computes them, `store_dtype` keeps them.
 
+    With `online` they are made while training, by a verifier that stays loaded, and nothing is stored.
+    """
+
+    online: bool = False
     dtype: str = "auto"
     store_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     batch_tokens: int = Field(default=4096, ge=1, description="tokens of a pass, padding included")

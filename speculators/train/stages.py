@@ -15,10 +15,13 @@ from rich.console import Console
 
 from speculators.errors import UsageError, VerifierError
 from speculators.extract import run as extraction
-from speculators.extract.conversations import read_conversations
-from speculators.extract.fingerprint import verifier_directory
+from speculators.extract.conversations import as_sources, read_conversations
+from speculators.extract.fingerprint import verifier_directory, verifier_fingerprint
+from speculators.extract.manifest import StoreIdentity
+from speculators.extract.online import OnlineSamples
 from speculators.extract.prepared import DRAFT_VOCAB, PreparedData, read_draft_vocab
 from speculators.extract.regenerate import RegenerateOptions
+from speculators.extract.sources import Source
 from speculators.extract.store import HiddenStatesStore
 from speculators.formats.card import write_card
 from speculators.formats.config import SpeculatorConfig
@@ -153,11 +156,11 @@ class Run:
         return None if config.num_draft_ids == config.verifier_vocab_size else config.num_draft_ids
 
     @property
-    def conversation_files(self) -> list[Path]:
+    def conversations(self) -> list[Source]:
         """What the rows are made of."""
         if self.recipe.regenerate.prompts:
-            return [self.outputs.conversations]
-        return [Path(name) for name in self.recipe.data.train]
+            return [Source(str(self.outputs.conversations))]
+        return as_sources(self.recipe.data.train)
 
 
 def regenerate(run: Run) -> bool:
@@ -165,11 +168,12 @@ def regenerate(run: Run) -> bool:
     options = run.recipe.regenerate
     if not options.prompts:
         return False
-    prompts = [Path(name) for name in options.prompts]
+    prompts, template_options = as_sources(options.prompts), run.recipe.data.template_options
     inputs = {
         "verifier": run.verifier,
-        "prompts": [file_digest(path) for path in prompts],
+        "prompts": [digest for source in prompts for digest in _digests(source)],
         **options.model_dump(mode="json", exclude={"prompts", "max_num_seqs"}),
+        **({"template_options": template_options} if template_options else {}),
     }
     with run.journal.stage("regenerate", inputs, [run.outputs.conversations]) as due:
         if due:
@@ -178,6 +182,7 @@ def regenerate(run: Run) -> bool:
                 temperatures=options.temperatures,
                 seed=options.seed,
                 limit=options.limit,
+                template_options=template_options,
             )
             extraction.regenerate(
                 run.verifier,
@@ -194,10 +199,10 @@ def regenerate(run: Run) -> bool:
 def prepare_data(run: Run) -> bool:
     """Conversations to rows and, where the draft's vocabulary is reduced, the tokens that it keeps."""
     options = run.recipe.data
-    files = run.conversation_files
+    sources = run.conversations
     inputs = {
         "verifier": run.verifier,
-        "files": [file_digest(path) for path in files],
+        "files": [digest for source in sources for digest in _digests(source)],
         "draft_vocab_size": run.draft_vocab_size,
         **options.model_dump(mode="json", exclude={"train", "validation_rows"}),
     }
@@ -211,18 +216,26 @@ def prepare_data(run: Run) -> bool:
                 match=options.match,
                 draft_vocab_size=run.draft_vocab_size,
             )
-            extraction.prepare(run.verifier, files, run.outputs.prepared, how, progress=run.progress)
+            extraction.prepare(run.verifier, sources, run.outputs.prepared, how, progress=run.progress)
     return due
 
 
+def _digests(source: Source) -> list[Any]:
+    """What tells a source's content apart from another's."""
+    found: list[Any] = [file_digest(path) for path in source.files()] or source.identity()
+    return found if source.weight == 1 else [*found, source.weight]
+
+
 def extract(run: Run) -> bool:
-    """Rows to the verifier's hidden states."""
+    """Rows to the verifier's hidden states, unless they are made while training."""
     options, layers = run.recipe.extract, run.speculator_config.aux_layer_ids
+    if options.online:
+        return False
     inputs = {
         "verifier": run.verifier,
         "rows": PreparedData(run.outputs.prepared).rows_hash,
         "layers": layers,
-        **options.model_dump(mode="json"),
+        **options.model_dump(mode="json", exclude={"online"}),
     }
     with run.journal.stage("extract", inputs, [run.outputs.states]) as due:
         if due:
@@ -237,18 +250,20 @@ def extract(run: Run) -> bool:
 def train_draft(run: Run) -> bool:
     """Hidden states to a speculator: the best checkpoint by acceptance length."""
     recipe, outputs, config = run.recipe, run.outputs, run.speculator_config
-    store = HiddenStatesStore.open(outputs.states, aux_layer_ids=config.aux_layer_ids)
-    identity = {"verifier": store.identity.verifier_fingerprint, "rows": store.identity.rows_hash}
+    store = None
+    if not recipe.extract.online:
+        store = HiddenStatesStore.open(outputs.states, aux_layer_ids=config.aux_layer_ids)
     settings = {
         "speculator": config.to_json(),
         "objective": recipe.objective.model_dump(mode="json"),
-        "store": {**identity, "layers": list(store.identity.layer_ids), "dtype": store.identity.dtype},
+        "store": _origin(run) if store is None else _origin_of(store.identity),
         "validation_rows": recipe.data.validation_rows,
     }
     inputs = {**settings, "train": recipe.train.model_dump(mode="json")}
     with run.journal.stage("train", inputs, [outputs.speculator, outputs.training]) as due:
         if due:
-            training, validation = split_rows(store, recipe.data.validation_rows, seed=recipe.train.seed)
+            samples = _online_samples(run) if store is None else store
+            training, validation = split_rows(samples, recipe.data.validation_rows, seed=recipe.train.seed)
             weights = load_verifier_weights(resolve(run.verifier))
             vocab = None if run.draft_vocab_size is None else read_draft_vocab(outputs.prepared / DRAFT_VOCAB)
             speculator = Speculator.create(config, weights, vocab, seed=recipe.train.seed)
@@ -267,6 +282,32 @@ def train_draft(run: Run) -> bool:
             draw_curves(outputs.out / "metrics.jsonl", outputs.out / "curves.png")
             write_text(outputs.training, json.dumps(_summary(result, len(training)), indent=2) + "\n")
     return due
+
+
+def _origin_of(identity: StoreIdentity) -> dict[str, Any]:
+    """What tells the states that are trained on from others."""
+    return {
+        "verifier": identity.verifier_fingerprint,
+        "rows": identity.rows_hash,
+        "layers": list(identity.layer_ids),
+        "dtype": identity.dtype,
+    }
+
+
+def _origin(run: Run) -> dict[str, Any]:
+    return {
+        "verifier": verifier_fingerprint(run.verifier),
+        "rows": PreparedData(run.outputs.prepared).rows_hash,
+        "layers": "online",
+        "dtype": run.recipe.extract.store_dtype,
+    }
+
+
+def _online_samples(run: Run) -> OnlineSamples:
+    options = run.recipe.extract
+    verifier = Verifier.from_pretrained(run.verifier, dtype=options.dtype)
+    data, layers = PreparedData(run.outputs.prepared), run.speculator_config.aux_layer_ids
+    return OnlineSamples(verifier, data, layers, store_dtype=options.store_dtype)
 
 
 def evaluate_speculator(run: Run) -> bool:

@@ -38,7 +38,19 @@ def test_from_prompts_to_hidden_states(
     assert "(3 were there before)" in capsys.readouterr().out
 
     prepare = ("prepare-data", *model, "--data", conversations, "--output", prepared, "--seq-length", "64")
-    run(*prepare, "--max-samples", "2", "--draft-vocab-size", "100")
+    statistics = tmp_path / "statistics.json"
+    run(*prepare, "--max-samples", "2", "--draft-vocab-size", "100", "--stats-json", statistics, "--show", "1")
+    printed = capsys.readouterr().out
+    for line in ("rows kept", "share learnt", "draft vocabulary", "coverage of what is learnt", "row 0: "):
+        assert line in printed
+    assert PROMPTS[0] in printed
+    assert json.loads(statistics.read_text(encoding="utf-8"))["draft_vocab"]["size"] == 100
+    report = tmp_path / "map.json"
+    run("vocab-map", "--data", prepared, "--draft-vocab-size", "40", "--output", tmp_path / "map", "--json", report)
+    found = json.loads(report.read_text(encoding="utf-8"))
+    assert (tmp_path / "map" / "draft_vocab.safetensors").is_file()
+    assert (found["draft_vocab_size"], found["verifier_vocab_size"]) == (40, 384)
+    assert 0.5 < found["coverage"] <= 1
     manifest = json.loads((prepared / "manifest.json").read_text(encoding="utf-8"))
     assert manifest["rows"] == 2
     assert (prepared / "draft_vocab.safetensors").is_file()

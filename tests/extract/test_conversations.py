@@ -1,4 +1,4 @@
-"""Reading rows: five shapes, three file kinds, and an error with file and line for everything else."""
+"""Reading rows: each shape, three file kinds, and an error with file and line for everything else."""
 
 import gzip
 import json
@@ -47,6 +47,46 @@ def test_each_shape_is_read(tmp_path: Path) -> None:
     assert both.messages == [USER]
 
 
+def test_pairs_of_prompt_and_answer_are_two_turns(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "rows.jsonl",
+        {"prompt": "hi", "response": "ho", "system": "be brief"},
+        {"prompt": "hi", "completion": "ho"},
+        {"instruction": "Greet", "input": "Ada", "output": "Hi, Ada"},
+        {"instruction": "Greet", "input": "", "output": "Hi"},
+        {"question": "1+1?", "answer": "2"},
+        {"prompt": "hi", "response": "ho", "reasoning_content": "They greet."},
+    )
+    spoken = [[(message["role"], message["content"]) for message in row.messages] for row in read_conversations(path)]
+    pair = [("user", "hi"), ("assistant", "ho")]
+    assert spoken == [
+        [("system", "be brief"), *pair],
+        pair,
+        [("user", "Greet\n\nAda"), ("assistant", "Hi, Ada")],
+        [("user", "Greet"), ("assistant", "Hi")],
+        [("user", "1+1?"), ("assistant", "2")],
+        pair,
+    ]
+    assert [*read_conversations(path)][-1].messages[1]["reasoning_content"] == "They greet."
+
+
+def test_sharegpt_calls_and_results_are_messages(tmp_path: Path) -> None:
+    turns = [
+        {"from": "human", "value": "2+3?"},
+        {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 2, "b": 3}}'},
+        {"from": "observation", "value": "5"},
+        {"from": "gpt", "value": "Five."},
+    ]
+    tools = [{"name": "add"}]
+    rows = [{"conversations": turns, "tools": json.dumps(tools), "system": "be brief"}]
+    [row] = read_conversations(write(tmp_path / "rows.jsonl", *rows))
+    assert row.tools == tools
+    assert [message["role"] for message in row.messages] == ["system", "user", "assistant", "tool", "assistant"]
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
+    assert row.messages[2] == {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert row.answers == [2, 4]
+
+
 @pytest.mark.parametrize(("name", "opener"), [("a.jsonl", open), ("a.jsonl.gz", gzip.open), ("a.jsonl.xz", lzma.open)])
 def test_compressed_files_are_read_like_plain_ones(tmp_path: Path, name: str, opener) -> None:
     path = tmp_path / name
@@ -78,7 +118,24 @@ def test_match_is_found_in_ids_and_comes_before_the_limit(tmp_path: Path) -> Non
         ("   ", "the line is empty"),
         ('{"prompt": "a"', "not JSON"),
         ('["a"]', "got a JSON list"),
-        ('{"text": "a"}', "expected one of messages"),
+        ('{"words": "a"}', "expected one of messages"),
+        ('{"text": " "}', "text is ' '"),
+        ('{"text": 3}', "text is 3"),
+        ('{"prompt": "a", "response": 3}', "message 1 has content 3"),
+        ('{"instruction": "", "output": "b"}', "instruction is ''"),
+        ('{"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}', "the assistant alone calls tools"),
+        ('{"messages": [{"role": "assistant", "tool_calls": "f"}]}', "message 0 has tool_calls 'f'"),
+        ('{"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}', "expected a function with a name"),
+        (
+            '{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}',
+            "message 0 calls f with arguments that are no JSON",
+        ),
+        (
+            '{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]}',
+            "message 0 calls f with [1], expected an object",
+        ),
+        ('{"messages": [{"role": "assistant", "content": "a", "thinking": 3}]}', "message 0 has thinking 3"),
+        ('{"conversations": [{"from": "function_call", "value": "f"}]}', "turn 0 calls 'f'"),
         ('{"prompt": ""}', "user turn 0 is ''"),
         ('{"prompt": ["a"]}', "user turn 0 is"),
         ('{"turns": []}', "turns is []"),
@@ -145,3 +202,5 @@ def test_rows_of_tokens_are_no_conversations(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"input_ids": [1], "loss_mask": [1]})
     with pytest.raises(DataError, match=r"a\.jsonl:1: the row holds input_ids"):
         list(read_conversations(path))
+    with pytest.raises(DataError, match=r"b\.jsonl:1: the row holds plain text"):
+        list(read_conversations(write(tmp_path / "b.jsonl", {"text": "Once."})))

@@ -60,6 +60,10 @@ def check(store: HiddenStatesStore, verifier: Path, prepared: PreparedData) -> N
 
 
 def test_states_are_the_verifiers_own(tmp_path: Path, tiny_verifier: Path, prepared: PreparedData) -> None:
+    """States are those before the final norm, and say so; an id is the number of layers that ran.
+
+    Pitfall 1 and pitfall 7.
+    """
     store = extract(tiny_verifier, prepared.directory, tmp_path / "store", AUX, EXACT, progress=False)
     assert len(list((tmp_path / "store").glob("shard-*"))) > 2
     check(store, tiny_verifier, prepared)

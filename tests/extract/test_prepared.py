@@ -37,6 +37,7 @@ def data(tmp_path: Path) -> Path:
 
 
 def test_rows_are_kept_in_order_and_counted(tmp_path: Path, tiny_verifier: Path, data: Path) -> None:
+    """Spans of the verifier's words are found, or it is an error (pitfall 24)."""
     prepared = prepare(tiny_verifier, data, tmp_path / "out", progress=False)
     assert len(prepared) == 3
     tokenizer = make_tokenizer()
@@ -63,6 +64,10 @@ def test_rows_are_kept_in_order_and_counted(tmp_path: Path, tiny_verifier: Path,
 
 
 def test_long_rows_are_cut_where_something_is_left_to_learn(tmp_path: Path, tiny_verifier: Path) -> None:
+    """Spans of the verifier's words are found, or it is an error; a cut leaves ids and mask alike.
+
+    Pitfall 24 and pitfall 25.
+    """
     tokenizer = make_tokenizer()
     header = len(tokenizer(f"{START}user\nWhat is the sum?{END}\n{START}assistant\n")["input_ids"])
     data = write(tmp_path / "data.jsonl", talk("What is the sum?", "Explain each step and give the final number."))
@@ -80,6 +85,31 @@ def test_long_rows_are_cut_where_something_is_left_to_learn(tmp_path: Path, tiny
         assert not (tmp_path / "none").exists()
     with pytest.raises(UsageError, match="max_length is 1"):
         prepare(tiny_verifier, data, tmp_path / "none", PrepareOptions(max_length=1), progress=False)
+
+
+@pytest.mark.parametrize("place", ["first header", "first answer", "second header", "second answer"])
+def test_a_conversation_is_cut_anywhere(tmp_path: Path, tiny_verifier: Path, place: str) -> None:
+    """Mask and ids are cut alike; what ends before its first answer is skipped and counted (pitfall 25)."""
+    texts = ("What is the sum?", "Forty two.", "And then?", "Rain fell all night.")
+    tokenizer = make_tokenizer()
+    header = f"{START}user\n{texts[0]}{END}\n{START}assistant\n"
+    turn = f"{header}{texts[1]}{END}\n{START}user\n{texts[2]}{END}\n{START}assistant\n"
+    whole, first, second = (len(tokenizer(text)["input_ids"]) for text in (f"{turn}{texts[3]}{END}\n", header, turn))
+    length = {"first header": first - 1, "first answer": first + 2, "second header": second - 2}.get(place, second + 3)
+    assert first < length < whole or place == "first header"
+    short = {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 1, 0, 1]}
+    data = write(tmp_path / "data.jsonl", talk(*texts), short)
+    uncut = prepare(tiny_verifier, data, tmp_path / "uncut", progress=False)
+    prepared = prepare(tiny_verifier, data, tmp_path / "cut", PrepareOptions(max_length=length), progress=False)
+    skipped = int(place == "first header")
+    assert [prepared.manifest[key] for key in ("rows", "cut", "skipped")] == [2 - skipped, 1 - skipped, skipped]
+    assert prepared[len(prepared) - 1][0].tolist() == short["input_ids"]
+    if not skipped:
+        ids, mask = prepared[0]
+        assert len(ids) == len(mask) == length
+        assert torch.equal(ids, uncut[0][0][:length])
+        assert torch.equal(mask, uncut[0][1][:length])
+        assert mask[-1].item() is place.endswith("answer")
 
 
 def test_a_rerun_takes_finished_rows_and_a_change_replaces_them(

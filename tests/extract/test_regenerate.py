@@ -1,6 +1,7 @@
 """Answers written by the verifier: the right ones, each once, whatever interrupts the run."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -168,6 +169,39 @@ def test_prompts_without_room_for_an_answer_are_skipped_and_named(
     )
     assert result.skipped == ["long"]
     assert len(read(out)) == 7
+    [fault] = read(tmp_path / "out.errors.jsonl")
+    why = "no room for an answer within 256 tokens"
+    assert fault == {"id": "long", "where": f"{prompts}:8", "error": why}
+
+
+def test_sampling_parameters_reach_the_engine(tmp_path: Path, verifier: Verifier, prompts: Path) -> None:
+    engine = Engine(verifier, limits=LIMITS)
+    greedy = RegenerateOptions(max_new_tokens=9, store_token_ids=True)
+    warm = RegenerateOptions(max_new_tokens=9, store_token_ids=True, temperatures=((1.5, 1.0),))
+    # Of the likeliest token alone, any temperature draws that one.
+    only = replace(warm, sampling={"top_k": 1})
+    for name, options in (("greedy", greedy), ("warm", warm), ("only", only)):
+        regenerate_rows(engine, prompts, tmp_path / f"{name}.jsonl", options, progress=False)
+    ids = {name: [row["token_ids"] for row in read(tmp_path / f"{name}.jsonl")] for name in ("greedy", "warm", "only")}
+    assert ids["only"] == ids["greedy"] != ids["warm"]
+    with pytest.raises(DataError, match=r"made with sampling {'top_k': 1}, now None is asked for"):
+        regenerate_rows(engine, prompts, tmp_path / "only.jsonl", warm, progress=False)
+    with pytest.raises(UsageError, match=r"sampling holds \['topk'\], which the engine does not know"):
+        regenerate_rows(engine, prompts, tmp_path / "a.jsonl", replace(warm, sampling={"topk": 1}), progress=False)
+    with pytest.raises(UsageError, match="sampling holds seed, temperature"):
+        RegenerateOptions(sampling={"temperature": 1, "seed": 3})
+
+
+def test_options_of_the_template_reach_the_prompt(tmp_path: Path, tiny_verifier: Path, prompts: Path) -> None:
+    loud = Verifier.from_pretrained(tiny_verifier, dtype="float32")
+    loud.tokenizer.chat_template = "{% if shout %}LOUD {% endif %}" + loud.tokenizer.chat_template
+    answers = []
+    for number, options in enumerate(({}, {"shout": True})):
+        out = tmp_path / f"{number}.jsonl"
+        how = RegenerateOptions(max_new_tokens=9, store_token_ids=True, limit=2, template_options=options)
+        regenerate_rows(Engine(loud, limits=LIMITS), prompts, out, how, progress=False)
+        answers.append([row["token_ids"] for row in read(out)])
+    assert answers[0] != answers[1]
 
 
 @pytest.mark.parametrize(

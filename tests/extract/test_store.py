@@ -102,6 +102,7 @@ def test_other_dtypes(tmp_path: Path, dtype: str) -> None:
 
 
 def test_an_aux_layer_may_be_the_last_one(tmp_path: Path) -> None:
+    """An id is the number of layers that ran (pitfall 7)."""
     identity = replace(IDENTITY, aux_layer_ids=(1, 5))
     fill(tmp_path, identity=identity)
     states = make_rows(identity)[3][2].bfloat16()
@@ -210,11 +211,12 @@ def test_states_of_another_shape_are_refused(tmp_path: Path) -> None:
     [
         ({"prenorm": False}, "says prenorm False, expected true"),
         ({"prenorm": None}, "says prenorm None"),
-        ({"format_version": 9}, "format_version 9, expected 1"),
+        ({"format_version": 9}, "format_version 9, expected 2"),
         ({"num_tokens": 7}, "the manifest tells of 8 rows with 7 tokens, the row lengths of 8 with 40"),
     ],
 )
 def test_a_manifest_that_promises_something_else_is_refused(tmp_path: Path, change: dict, message: str) -> None:
+    """States are those before the final norm, and say so (pitfall 1)."""
     fill(tmp_path)
     data = json.loads((tmp_path / MANIFEST).read_text())
     (tmp_path / MANIFEST).write_text(json.dumps({**data, **change}))
@@ -223,6 +225,7 @@ def test_a_manifest_that_promises_something_else_is_refused(tmp_path: Path, chan
 
 
 def test_a_manifest_without_the_prenorm_flag_is_refused(tmp_path: Path) -> None:
+    """States are those before the final norm, and say so (pitfall 1)."""
     fill(tmp_path)
     data = json.loads((tmp_path / MANIFEST).read_text())
     del data["prenorm"]

@@ -70,6 +70,7 @@ FOUR = ("What is it?", "The quick fox.", "And then? 🦊 ü", "It jumps\n\nover 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_spans_are_the_answers_and_their_ends(name: str) -> None:
+    """Spans of the verifier's words are found, or it is an error (pitfall 24)."""
     template, end, last_end = TEMPLATES[name]
     tokenizer = chat(template)
     ids, mask = tokenizer.encode(row(*FOUR))
@@ -83,6 +84,7 @@ def test_spans_are_the_answers_and_their_ends(name: str) -> None:
 
 @pytest.mark.parametrize("tag", TAGS)
 def test_generation_marks_are_used_in_every_spelling(tag: str) -> None:
+    """Spans of the verifier's words are found, or it is an error (pitfall 24)."""
     template = CHAT_TEMPLATE.replace(
         "{{ message['content'] }}<|im_end|>\n",
         "{% if message.role == 'assistant' %}" + tag + "{{ message['content'] }}<|im_end|>"
@@ -104,6 +106,7 @@ def test_an_answer_may_read_like_the_markup(name: str, answer: str) -> None:
 
 
 def test_generation_marks_that_mark_nothing_are_an_error() -> None:
+    """Spans of the verifier's words are found, or it is an error (pitfall 24)."""
     tokenizer = chat(CHAT_TEMPLATE + "{% generation %}{% endgeneration %}")
     with pytest.raises(DataError, match=r"data\.jsonl:5: .*0 spans for 2 assistant messages"):
         tokenizer.encode(row(*FOUR))
@@ -123,6 +126,7 @@ def test_an_empty_answer_is_its_end_of_turn() -> None:
 
 
 def test_the_last_turn_alone() -> None:
+    """Spans of the verifier's words are found, or it is an error (pitfall 24)."""
     tokenizer = chat(turns="last")
     ids, mask = tokenizer.encode(row(*FOUR, finish_reasons=["stop", "length"]))
     assert spans(tokenizer.tokenizer, ids, mask) == [FOUR[3]]
@@ -135,6 +139,7 @@ def test_a_prompt_alone_teaches_nothing() -> None:
 
 
 def test_a_template_that_rewrites_history_is_refused_but_for_the_last_turn() -> None:
+    """Spans of the verifier's words are found, or it is an error (pitfall 24)."""
     template = CHAT_TEMPLATE.replace(
         "{{ message['content'] }}",
         "{{ message['content'] if loop.last or message.role == 'user' else message['content'].split('.')[0] }}",
@@ -153,6 +158,7 @@ def test_a_template_that_refuses_a_row_names_it() -> None:
 
 
 def test_tools_are_rendered_and_calls_learnt() -> None:
+    """Tools and options reach the template (pitfall 26)."""
     template = "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}" + CHAT_TEMPLATE.replace(
         "{{ message['content'] }}",
         "{{ message['content'] }}{% for c in message.tool_calls or [] %}call {{ c.function.name }}{% endfor %}",
@@ -183,6 +189,7 @@ def test_prompts_are_what_a_server_feeds() -> None:
 
 
 def test_template_options_reach_the_template_and_the_hash() -> None:
+    """Tools and options reach the template (pitfall 26)."""
     template = "{% if shout %}!{% endif %}" + CHAT_TEMPLATE
     plain, loud = chat(template), chat(template, template_options={"shout": True})
     conversation = row("What is it?", "A fox.")

@@ -1,0 +1,184 @@
+"""The command that stores a verifier's hidden states."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from speculators.cli.data import TrustOption
+from speculators.cli.report import say
+
+if TYPE_CHECKING:
+    from speculators.extract.filling import FillResult
+    from speculators.extract.remote import ServerOptions
+    from speculators.extract.store import StoreEstimate, WorkShare
+
+VerifierOption = Annotated[str | None, typer.Option("--verifier", "--model", help="A folder or a hub id.")]
+RowsOption = Annotated[
+    str | None, typer.Option("--data", "--preprocessed-data", help="A folder made by prepare-data, or conversations.")
+]
+OutOption = Annotated[Path | None, typer.Option("--out", "--output", help="The store to write, or to verify.")]
+LayersOption = Annotated[
+    str | None,
+    typer.Option("--layers", "--target-layer-ids", help="Layers to keep, like 2,15,27; the last is always kept."),
+]
+TypeOption = Annotated[
+    str | None, typer.Option("--speculator-type", help="Whose usual layers to keep, where none are named.")
+]
+EndpointOption = Annotated[
+    list[str] | None, typer.Option("--endpoint", help="A server that extracts (source server); may be repeated.")
+]
+ConcurrencyOption = Annotated[int, typer.Option("--concurrency", min=1, help="Requests at a time, to all servers.")]
+VllmOption = Annotated[
+    Path | None, typer.Option("--vllm-python", help="The Python that has vLLM (source vllm), else this one.")
+]
+FilesOption = Annotated[Path | None, typer.Option("--files", help="A folder of per-request files (source files).")]
+FileLayersOption = Annotated[
+    str | None, typer.Option("--file-layers", help="The files' layers, where they do not say (stock vLLM's).")
+]
+LengthOption = Annotated[int, typer.Option("--seq-length", min=2, help="Longer conversations are cut.")]
+BatchOption = Annotated[int, typer.Option("--batch-tokens", min=1, help="Tokens of a pass, with padding.")]
+SkipOption = Annotated[bool, typer.Option("--skip-failed", help="Leave out rows that no states can be had for.")]
+VerifyOption = Annotated[bool, typer.Option("--verify", help="Compare the checksums of a store, and do no more.")]
+
+
+def extract(
+    model: VerifierOption = None,
+    data: RowsOption = None,
+    output: OutOption = None,
+    layers: LayersOption = None,
+    speculator_type: TypeOption = None,
+    source: Annotated[str, typer.Option("--source", help="local, server, vllm or files.")] = "local",
+    endpoint: EndpointOption = None,
+    concurrency: ConcurrencyOption = 16,
+    vllm_python: VllmOption = None,
+    files: FilesOption = None,
+    file_layers: FileLayersOption = None,
+    seq_length: LengthOption = 2048,
+    dtype: Annotated[str, typer.Option("--dtype", help="What the verifier computes in.")] = "auto",
+    store_dtype: Annotated[str, typer.Option("--store-dtype", help="bfloat16, float16 or float32.")] = "bfloat16",
+    batch_tokens: BatchOption = 4096,
+    shard_mib: Annotated[int, typer.Option("--shard-mib", min=1, help="Size of a shard.")] = 256,
+    skip_failed: SkipOption = False,
+    verify: VerifyOption = False,
+    trust_remote_code: TrustOption = False,
+) -> None:
+    """Store a verifier's hidden states of prepared rows; a rerun continues where the last one ended.
+
+    Under torchrun or accelerate launch each process writes its share of the shards.
+    """
+    from speculators.errors import UsageError
+    from speculators.extract.run import ExtractOptions, SourceName, extract_share
+    from speculators.extract.store import verify_store
+    from speculators.extract.vllm_engine import VllmOptions
+
+    if output is None:
+        raise UsageError("--out is missing: the store to write, or to verify")
+    if verify:
+        say(f"{output}: {verify_store(output)}")
+        return
+    if model is None or data is None:
+        raise UsageError(f"--{'verifier' if model is None else 'data'} is missing")
+    share = _share()
+    stated = None if file_layers is None else tuple(_layer_ids(file_layers))
+    options = ExtractOptions(
+        source=cast(SourceName, source),
+        server=_servers(endpoint, concurrency, stated),
+        vllm=VllmOptions(python=vllm_python),
+        files=files,
+        file_layer_ids=stated,
+        skip_failed=skip_failed,
+        share=share,
+        dtype=dtype,
+        store_dtype=store_dtype,
+        batch_tokens=batch_tokens,
+        shard_bytes=shard_mib * 2**20,
+        device=_own_device(share.world_size),
+        trust_remote_code=trust_remote_code,
+    )
+    chosen = _usual_layer_ids(model, speculator_type) if layers is None else _layer_ids(layers)
+    prepared = _prepared(model, data, output, seq_length, alone=share.world_size == 1)
+    result = extract_share(model, prepared, output, chosen, options, announce=_announce(output, share))
+    _tell_store(output, result)
+
+
+def _layer_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.replace(",", " ").split()]
+    except ValueError as error:
+        raise typer.BadParameter(f"got {text!r}, expected layer ids like 2,15,27") from error
+
+
+def _usual_layer_ids(model: str, speculator_type: str | None) -> list[int]:
+    """What a draft of the family reads unless told otherwise."""
+    from speculators.errors import UsageError
+    from speculators.extract.fingerprint import verifier_directory
+    from speculators.formats.checkpoint import read_config
+    from speculators.models import DEFAULT_FAMILY, FAMILIES
+    from speculators.models.family import VerifierShape
+
+    name = speculator_type or DEFAULT_FAMILY.name
+    if name not in FAMILIES:
+        raise UsageError(f"there is no speculator type {name!r}; known: {', '.join(sorted(FAMILIES))}")
+    shape = VerifierShape.from_config_dict(read_config(verifier_directory(model)), model)
+    layers: list[int] = FAMILIES[name].draft().resolve(shape).aux_layer_ids
+    return layers
+
+
+def _announce(output: Path, share: "WorkShare") -> Callable[["StoreEstimate"], None]:
+    def tell(estimate: "StoreEstimate") -> None:
+        if share.rank == 0:
+            say(f"{output}: {estimate}")
+
+    return tell
+
+
+def _tell_store(output: Path, result: "FillResult") -> None:
+    from speculators.extract.store import Manifest
+
+    manifest = Manifest.read(output)
+    rows, found = manifest.num_rows, sum(shard.rows for shard in manifest.shards.values())
+    layers = ", ".join(str(one) for one in manifest.identity.layer_ids)
+    left = "" if found == rows else f"; {rows - found} rows are left to other processes"
+    say(f"{output}: {found} rows, layers {layers} ({result}){left}")
+
+
+def _share() -> "WorkShare":
+    """This process's place among those that a launcher started."""
+    from speculators.extract.store import WorkShare
+
+    return WorkShare(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
+
+
+def _own_device(world_size: int) -> str | None:
+    import torch
+
+    if world_size == 1 or not torch.accelerator.is_available():
+        return None
+    kind = torch.accelerator.current_accelerator()
+    return None if kind is None else f"{kind.type}:{os.environ.get('LOCAL_RANK', '0')}"
+
+
+def _servers(
+    endpoints: list[str] | None, concurrency: int, layer_ids: tuple[int, ...] | None
+) -> "ServerOptions | None":
+    from speculators.extract.remote import ServerOptions
+
+    if not endpoints:
+        return None
+    return ServerOptions(tuple(endpoints), concurrency=concurrency, server_layer_ids=layer_ids)
+
+
+def _prepared(model: str, data: str, output: Path, seq_length: int, *, alone: bool) -> Path:
+    """The prepared folder; conversations are prepared into the store's folder first."""
+    from speculators.errors import UsageError
+    from speculators.extract.prepared import MANIFEST
+    from speculators.extract.run import PrepareOptions, prepare
+
+    if Path(data, MANIFEST).is_file():
+        return Path(data)
+    if not alone:
+        raise UsageError(f"--data {data} is not prepared; run prepare-data before several processes share the work")
+    return prepare(model, data, output / "prepared", PrepareOptions(max_length=seq_length)).directory
