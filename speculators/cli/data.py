@@ -106,7 +106,6 @@ def regenerate_responses(
     from speculators.extract.endpoints import RetryPolicy
     from speculators.extract.regenerate import RegenerateOptions
     from speculators.extract.regenerate_remote import EndpointOptions, regenerate_remotely
-    from speculators.extract.run import regenerate
 
     options = RegenerateOptions(
         max_new_tokens=max_tokens,
@@ -125,6 +124,8 @@ def regenerate_responses(
     elif model is None:
         raise UsageError("--model or --endpoint is missing: who answers?")
     else:
+        from speculators.extract.run import regenerate
+
         done = regenerate(
             model,
             data,

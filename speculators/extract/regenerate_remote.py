@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from speculators.errors import DataError, EngineError, SpeculatorsError, UsageError
@@ -22,6 +23,7 @@ from speculators.extract.regenerate import Answering, RegenerateOptions, Regener
 _REFUSES_ALL = frozenset({401, 403, 404, 405})
 # So many rows in a row without an answer mean that nobody is there.
 _DOWN_AFTER = 3
+_WAIT_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -85,12 +87,18 @@ class _RemoteRun:
                 while self._run.talks and active < count:
                     self._asked.put(self._run.talks.popleft())
                     active += 1
-                self._take(*self._answered.get())
+                self._take(*self._next())
                 active -= 1
         finally:
             self._stopped.set()
             for _ in range(count):
                 self._asked.put(None)
+
+    def _next(self) -> tuple[Talk | None, str | SpeculatorsError | None]:
+        """The next outcome; a wait is short, since a signal that comes just before one does not end it."""
+        while True:
+            with suppress(Empty):
+                return self._answered.get(timeout=_WAIT_SECONDS)
 
     def _work(self) -> None:
         """Answer talks until there are no more; a thread that dies of a defect leaves word of it."""

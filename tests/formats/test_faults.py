@@ -81,7 +81,7 @@ def test_exit_codes() -> None:
 def test_every_exception_is_drawn_in_the_tree() -> None:
     assert errors.__doc__ is not None
     classes = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)]
-    assert len(classes) == 9
+    assert len(classes) == 10
     assert all(issubclass(kind, SpeculatorsError) and kind.__name__ in errors.__doc__ for kind in classes)
 
 

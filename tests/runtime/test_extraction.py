@@ -1,5 +1,6 @@
 """Hidden states of this runtime: transformers' own, whatever the batch, and no file or lock that nobody asked for."""
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from speculators import LLM, KVTransferConfig, SamplingParams
 from speculators.errors import EngineError, RequestError, StoreError
 from speculators.formats.hidden_states import HiddenStatesWriter, load_hidden_states
 from speculators.runtime.engine import Engine
+from speculators.runtime.engine_thread import EngineRequest, EngineThread, RequestStream
 from speculators.runtime.recorder import HiddenStatesRecorder
 from speculators.runtime.verifier import Verifier
 from tests.runtime.extraction_table import make_tiny, table
@@ -212,6 +214,43 @@ def test_a_request_aborted_while_its_file_is_written_leaves_nothing(
     GatedWriter.gate.set()
     while engine.has_unfinished:
         assert engine.step() == []
+    assert list(tmp_path.iterdir()) == []
+    recorder.close()
+
+
+class BreakingVerifier(Verifier):
+    """A verifier whose fourth pass fails."""
+
+    passes_left = 3
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        if self.passes_left == 0:
+            raise RuntimeError("out of memory")
+        self.passes_left -= 1
+        return super().forward(*args, **options)
+
+
+@pytest.mark.parametrize("ending", ["failure", "shutdown"])
+def test_an_engine_that_ends_leaves_nothing(tiny_verifier: Path, tmp_path: Path, ending: str) -> None:
+    kind = BreakingVerifier if ending == "failure" else Verifier
+    recorder = HiddenStatesRecorder(HiddenStatesWriter(tmp_path), [1])
+    thread = EngineThread(Engine(kind.from_pretrained(tiny_verifier, dtype="float32"), recorder=recorder))
+
+    async def read(stream: RequestStream) -> None:
+        async for _ in stream:
+            if ending == "shutdown":
+                assert len(list(tmp_path.glob("*.lock"))) == 2
+                await asyncio.to_thread(thread.close)
+
+    async def serve() -> None:
+        thread.start()
+        stream = await thread.submit([EngineRequest(name, [5, 6, 7], wanting(400)) for name in "ab"])
+        with pytest.raises(EngineError, match="out of memory" if ending == "failure" else "shutting down"):
+            await read(stream)
+        if ending == "failure":
+            await asyncio.to_thread(thread.close)
+
+    asyncio.run(serve())
     assert list(tmp_path.iterdir()) == []
     recorder.close()
 
