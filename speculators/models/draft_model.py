@@ -36,15 +36,13 @@ class DraftContext:
     """What one proposal starts from; its B rows are the cache rows `rows`.
 
     `token_ids_BT` int64: the token after each newly verified position. `aux_hidden_states_BTX`: the verifier's aux
-    states at those positions (ascending layer ids, concatenated). `last_hidden_states_BTH`: its state before the final
-    norm, `normed_hidden_states_BTH`: that state after it, which its head reads. `starts`: the first of those positions,
-    which is the number of tokens the draft cache already holds. `lengths`: how many of the T are valid, rows being
-    padded on the right (0: the row takes no part).
+    states at those positions (ascending layer ids, concatenated). `normed_hidden_states_BTH`: its state after the final
+    norm, which its head reads. `starts`: the first of those positions, which is the number of tokens the draft cache
+    already holds. `lengths`: how many of the T are valid, rows being padded on the right (0: the row takes no part).
     """
 
     token_ids_BT: Tensor
     aux_hidden_states_BTX: Tensor | None
-    last_hidden_states_BTH: Tensor | None
     starts: Sequence[int]
     lengths: Sequence[int]
     cache: SlotCache

@@ -155,7 +155,6 @@ class Engine:
                     [len(tokens) for tokens in kept],
                     _padded(kept, width, self.verifier.device),
                     None if out.aux_BTX is None else out.aux_BTX[index, :width],
-                    out.last_BTH[index, :width],
                     out.normed_BTH[index, :width],
                 )
             )
@@ -231,7 +230,6 @@ class Engine:
                     lengths,
                     _padded(nexts, width, device),
                     out.aux_BTX,
-                    out.last_BTH,
                     out.normed_BTH,
                 )
             )

@@ -42,13 +42,12 @@ DTYPES = {
 class VerifierOutput:
     """One forward pass.
 
-    `logits_BTV` (None when not asked for), `aux_BTX` the aux states concatenated in ascending layer order, `last_BTH`
-    the residual stream before the final norm, `normed_BTH` after it.
+    `logits_BTV` (None when not asked for), `aux_BTX` the aux states concatenated in ascending layer order, `normed_BTH`
+    the last residual stream after the final norm.
     """
 
     logits_BTV: Tensor | None
     aux_BTX: Tensor | None
-    last_BTH: Tensor
     normed_BTH: Tensor
 
 
@@ -180,9 +179,7 @@ class Verifier:
             hook.remove()
         self.aux_layer_ids = ids
         modules = [*self._layers, self._norm]
-        self._hooks = [
-            modules[i].register_forward_pre_hook(self._catch(i), with_kwargs=True) for i in {*ids, self.num_layers}
-        ]
+        self._hooks = [modules[i].register_forward_pre_hook(self._catch(i), with_kwargs=True) for i in ids]
         self._hooks.append(self._norm.register_forward_hook(self._catch_normed))
 
     def _catch(self, layer_id: int) -> Callable[[nn.Module, Any, dict[str, Any]], None]:
@@ -214,8 +211,7 @@ class Verifier:
             output = (self.model if need_logits else self._decoder)(**options)
         captured, self._captured = self._captured, {}
         aux = torch.cat([captured[i] for i in self.aux_layer_ids], -1) if self.aux_layer_ids else None
-        last, normed = captured[self.num_layers], captured[_NORMED]
-        return VerifierOutput(output.logits if need_logits else None, aux, last, normed)
+        return VerifierOutput(output.logits if need_logits else None, aux, captured[_NORMED])
 
     @torch.no_grad()
     def capture(self, token_ids: Sequence[Sequence[int]], layer_ids: Sequence[int]) -> list[Tensor]:

@@ -12,30 +12,14 @@ from speculators.extract.prepared import DRAFT_VOCAB, RowEncoder, merged_counts,
 from speculators.extract.preview import LEARNT, coloured_row
 from speculators.extract.run import PrepareOptions, prepare
 from speculators.extract.tokenize import ChatTokenizer, encode_text
+from tests.extract.row_files import five_rows, talk, write
 from tests.extract.templates import QWEN3
 from tests.tiny_models import END, START, make_tokenizer, make_verifier
 
 
-def write(path: Path, *rows: object) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
-def talk(*texts: str) -> dict[str, object]:
-    roles = ("user", "assistant")
-    return {"messages": [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]}
-
-
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    return write(
-        tmp_path / "data.jsonl",
-        talk("What is the sum?", "Forty two."),
-        talk("Name three cities."),
-        {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 1, 0, 1]},
-        {"input_ids": [5, 6, 7, 8], "loss_mask": [1, 0, 0, 0]},
-        talk("And then?", "Rain fell all night.", "Why?", "Nobody knows."),
-    )
+    return five_rows(tmp_path)
 
 
 def test_shares_reasons_and_lengths_are_counted(tmp_path: Path, tiny_verifier: Path, data: Path) -> None:

@@ -27,7 +27,6 @@ def greedy_proposal(
     context = DraftContext(
         token_ids_BT=tokens_BT,
         aux_hidden_states_BTX=None,
-        last_hidden_states_BTH=None,
         starts=[0] * rows,
         lengths=lengths,
         cache=speculator.draft.make_cache(rows),

@@ -87,7 +87,7 @@ def serving_context(
         ids[row, :length] = document.input_ids[0, start + 1 : start + length + 1]
         states[row, :length] = served[row][start : start + length]
     aux, normed = (states, None) if contract.reads == "aux" else (None, states)
-    return DraftContext(ids, aux, None, list(starts), list(lengths), cache, slice(1, 1 + count), normed)
+    return DraftContext(ids, aux, list(starts), list(lengths), cache, slice(1, 1 + count), normed)
 
 
 @every_family

@@ -161,7 +161,7 @@ def context_of(speculator: Speculator) -> DraftContext:
     aux = torch.randn(1, 3, len(speculator.draft.aux_layer_ids) * HIDDEN, generator=generator)
     normed = torch.randn(1, 3, HIDDEN, generator=generator)
     cache = speculator.draft.make_cache(1)
-    return DraftContext(torch.tensor([[5, 7, 9]]), aux, None, [0], [3], cache, slice(0, 1), normed)
+    return DraftContext(torch.tensor([[5, 7, 9]]), aux, [0], [3], cache, slice(0, 1), normed)
 
 
 @every_family

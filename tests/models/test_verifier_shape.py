@@ -132,7 +132,6 @@ def test_a_draft_of_any_family_is_created_for_it(family: str, kind: str) -> None
     context = DraftContext(
         token_ids_BT=torch.tensor([[5, 6, 7]]),
         aux_hidden_states_BTX=torch.randn(1, 3, HIDDEN * len(config.aux_layer_ids)) if config.aux_layer_ids else None,
-        last_hidden_states_BTH=torch.randn(1, 3, HIDDEN),
         starts=[0],
         lengths=[3],
         cache=speculator.draft.make_cache(1),

@@ -66,7 +66,6 @@ class DraftHeadProposer:
         context = DraftContext(
             token_ids_BT=new.next_ids_BT,
             aux_hidden_states_BTX=new.aux_BTX,
-            last_hidden_states_BTH=new.last_BTH,
             starts=new.starts,
             lengths=new.lengths,
             cache=self._cache,

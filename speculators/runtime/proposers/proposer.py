@@ -15,8 +15,7 @@ class NewTokens:
     """What the verifier has just computed for the requests of cache rows `rows`.
 
     Row b has `lengths[b]` new positions from `starts[b]` on; `next_ids_BT` holds the token after each of them,
-    `aux_BTX`, `last_BTH` and `normed_BTH` the verifier's states there (the last two before and after its final norm).
-    All are right-padded.
+    `aux_BTX` and `normed_BTH` (after its final norm) the verifier's states there. All are right-padded.
     """
 
     rows: slice
@@ -25,7 +24,6 @@ class NewTokens:
     lengths: list[int]
     next_ids_BT: Tensor
     aux_BTX: Tensor | None
-    last_BTH: Tensor
     normed_BTH: Tensor
 
 

@@ -166,7 +166,6 @@ def context_of(speculator: Speculator, batch: PackedBatch, length: int) -> Draft
     return DraftContext(
         batch.input_ids[:, 1 : length + 1],
         batch.aux_hidden_states[:, :length],
-        None,
         [0],
         [length],
         speculator.draft.make_cache(1),

@@ -138,7 +138,7 @@ def test_probabilities_are_those_of_the_candidates_alone() -> None:
     speculator = speculator_of()
     batch = pack([[1] * 8], row=8, num_aux=len(speculator.draft.aux_layer_ids))
     cache, rows = speculator.draft.make_cache(1), slice(0, 1)
-    context = DraftContext(batch.input_ids[:, 1:6], batch.aux_hidden_states[:, :5], None, [0], [5], cache, rows)
+    context = DraftContext(batch.input_ids[:, 1:6], batch.aux_hidden_states[:, :5], [0], [5], cache, rows)
     probs_KD = speculator.draft.propose(context, 3, Recorder()).probs_BKD[0]
     assert (probs_KD > 0).sum(-1).tolist() == [5, 5, 5]
     torch.testing.assert_close(probs_KD.sum(-1), torch.ones(3))

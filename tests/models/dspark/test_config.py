@@ -158,9 +158,7 @@ def test_a_block_drafts_as_many_tokens_as_the_config_promises(block_size: int, s
     written = speculator.config.to_json()["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
     assert promised == written == speculator.num_speculative_tokens == speculator.config.max_speculative_tokens
     states = torch.randn(1, 3, len(speculator.draft.aux_layer_ids) * HIDDEN)
-    context = DraftContext(
-        torch.tensor([[4, 5, 6]]), states, None, [0], [3], speculator.draft.make_cache(1), slice(0, 1)
-    )
+    context = DraftContext(torch.tensor([[4, 5, 6]]), states, [0], [3], speculator.draft.make_cache(1), slice(0, 1))
 
     def likeliest(logits_BD: Tensor, step: int) -> tuple[Tensor, None]:
         return logits_BD.argmax(-1), None

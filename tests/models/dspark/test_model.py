@@ -51,7 +51,6 @@ def served(speculator: Speculator, row, anchor: int, sampler: Likeliest, num_tok
     context = DraftContext(
         row.input_ids[:, 1 : anchor + 1],
         row.aux_hidden_states[:, :anchor],
-        None,
         [0],
         [anchor],
         draft.make_cache(1),

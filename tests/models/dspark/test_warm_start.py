@@ -27,7 +27,6 @@ def drafts_of(speculator: Speculator) -> Proposal:
     context = DraftContext(
         row.input_ids[:, 1:6],
         row.aux_hidden_states[:, :5],
-        None,
         [0],
         [5],
         speculator.draft.make_cache(1),

@@ -93,9 +93,7 @@ def test_a_file_may_have_embeddings_of_its_own_but_no_head(tmp_path: Path) -> No
 
 def test_states_after_the_final_norm_are_asked_for() -> None:
     speculator = random_speculator("eagle")
-    context = DraftContext(
-        torch.tensor([[1, 2]]), None, torch.zeros(1, 2, HIDDEN), [0], [2], speculator.draft.make_cache(1), slice(0, 1)
-    )
+    context = DraftContext(torch.tensor([[1, 2]]), None, [0], [2], speculator.draft.make_cache(1), slice(0, 1))
     with pytest.raises(SpeculatorsError, match="after its final norm; none were given"):
         speculator.draft.propose(context, 1, Argmax())
 

@@ -77,7 +77,7 @@ def test_later_drafts_see_true_states_first_and_their_own_after(style: str) -> N
             states[row, :length] = documents[row][1][start : start + length]
         drafts = torch.tensor([[7, 8, 9], [10, 11, 12]])
         sampler = Drawn(drafts)
-        context = DraftContext(ids, None, None, list(verified), list(lengths), cache, slice(0, 2), states)
+        context = DraftContext(ids, None, list(verified), list(lengths), cache, slice(0, 2), states)
         proposal = speculator.draft.propose(context, 3, sampler)
         assert torch.equal(proposal.token_ids_BK, drafts)
         verified = [start + length for start, length in zip(verified, lengths, strict=True)]

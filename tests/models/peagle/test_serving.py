@@ -4,28 +4,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from speculators.errors import SpeculatorsError
 from speculators.models.draft_model import DraftContext, PackedBatch
 from speculators.models.speculator import Speculator
 from tests.models.drafts import pack, random_speculator
 from tests.models.peagle.dense import DenseParallelDraft
+from tests.models.serving import Argmax
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "peagle"
 OPTIONS = {"num_layers": 2}
-
-
-class Shown:
-    """A greedy sampler that keeps the logits it was shown."""
-
-    def __init__(self) -> None:
-        self.logits: list[Tensor] = []
-
-    def __call__(self, logits_BD: Tensor, step: int) -> tuple[Tensor, None]:
-        assert step == len(self.logits)
-        self.logits.append(logits_BD)
-        return logits_BD.argmax(-1), None
 
 
 def context_of(
@@ -38,7 +26,7 @@ def context_of(
         ids[row, :length] = document.input_ids[0, start + 1 : start + length + 1]
         states[row, :length] = document.aux_hidden_states[0, start : start + length]
     cache = cache or speculator.draft.make_cache(len(documents))
-    return DraftContext(ids, states, None, starts, lengths, cache, slice(0, len(documents)))
+    return DraftContext(ids, states, starts, lengths, cache, slice(0, len(documents)))
 
 
 def document(length: int, seed: int) -> PackedBatch:
@@ -53,7 +41,7 @@ def test_every_slot_is_that_of_the_dense_twin(options: dict, num_tokens: int) ->
     """Eight drafts of a draft that knows nothing of depths: each is a slot of one causal pass."""
     speculator = random_speculator("peagle", **options)
     documents = [document(9, 1), document(9, 2)]
-    sampler = Shown()
+    sampler = Argmax()
     proposal = speculator.draft.propose(context_of(documents, [0, 0], [8, 3], speculator), num_tokens, sampler)
     assert proposal.token_ids_BK.shape == (2, num_tokens)
     twin = DenseParallelDraft(speculator)
@@ -72,8 +60,8 @@ def test_a_directory_of_independent_software_is_served_as_its_formula_says() -> 
     speculator = Speculator.from_pretrained(GOLDEN, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
     ids, states = torch.randint(128, (1, 41), generator=generator), torch.randn(1, 41, 192, generator=generator)
-    cache, sampler = speculator.draft.make_cache(1), Shown()
-    context = DraftContext(ids[:, 1:], states[:, :-1], None, [0], [40], cache, slice(0, 1))
+    cache, sampler = speculator.draft.make_cache(1), Argmax()
+    context = DraftContext(ids[:, 1:], states[:, :-1], [0], [40], cache, slice(0, 1))
     speculator.draft.propose(context, 8, sampler)
     expected = DenseParallelDraft(speculator).slots(states[0], ids[0], 39, 8).detach()
     torch.testing.assert_close(torch.cat(sampler.logits), expected, atol=1e-4, rtol=1e-4)
@@ -87,7 +75,7 @@ def test_mask_slots_do_not_survive_in_the_cache() -> None:
     starts = [0, 0]
     for lengths, num_tokens in (([3, 1], 8), ([1, 2], 8), ([0, 4], 3), ([2, 1], 1), ([1, 2], 8)):
         for cache, count in ((drafting, num_tokens), (resting, 0)):
-            speculator.draft.propose(context_of(documents, list(starts), lengths, speculator, cache), count, Shown())
+            speculator.draft.propose(context_of(documents, list(starts), lengths, speculator, cache), count, Argmax())
         starts = [start + length for start, length in zip(starts, lengths, strict=True)]
         for stored, expected in zip((*drafting.keys, *drafting.values), (*resting.keys, *resting.values), strict=True):
             for row, end in enumerate(starts):
@@ -98,7 +86,7 @@ def test_mask_slots_do_not_survive_in_the_cache() -> None:
 def test_drafts_of_a_row_do_not_depend_on_the_others_or_on_how_many_are_asked_for() -> None:
     speculator = random_speculator("peagle", **OPTIONS)
     documents = [document(9, 1), document(9, 2), document(9, 3)]
-    together, alone, fewer = Shown(), Shown(), Shown()
+    together, alone, fewer = Argmax(), Argmax(), Argmax()
     proposal = speculator.draft.propose(context_of(documents, [0] * 3, [2, 0, 8], speculator), 4, together)
     assert proposal.lengths_B.tolist() == [4, 0, 4]
     speculator.draft.propose(context_of(documents[:1], [0], [2], speculator), 4, alone)
@@ -111,7 +99,7 @@ def test_drafts_of_a_row_do_not_depend_on_the_others_or_on_how_many_are_asked_fo
 
 def test_half_precision_stays_near() -> None:
     speculator = random_speculator("peagle", **OPTIONS)
-    exact, rounded = Shown(), Shown()
+    exact, rounded = Argmax(), Argmax()
     speculator.draft.propose(context_of([document(9, 1)], [0], [8], speculator), 4, exact)
     half = speculator.to("cpu", torch.bfloat16)
     half.draft.propose(context_of([document(9, 1)], [0], [8], half), 4, rounded)
@@ -125,4 +113,4 @@ def test_missing_states_are_named() -> None:
     context = context_of([document(4, 1)], [0], [3], speculator)
     context.aux_hidden_states_BTX = None
     with pytest.raises(SpeculatorsError, match=r"verifier's states \(2, 4, 5\)"):
-        speculator.draft.propose(context, 2, Shown())
+        speculator.draft.propose(context, 2, Argmax())
