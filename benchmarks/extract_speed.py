@@ -5,9 +5,11 @@ Three ratios, each above 1 where this project is faster:
 * `local_over_bare`: states of the layers computed by the verifier in process, against transformers' own forward of the
   same padded batches without a head (SDPA, no cache, nothing kept);
 * `written_over_computed`: the whole extraction, checks and files included, against the same states thrown away;
-* `local_over_vllm`, with `--vllm-tokens-per-second`: against a speed of vLLM that was measured on the same machine.
+* `local_over_vllm`, with `--vllm-python`: the whole extraction against vLLM's engine with this project's connector, on
+  the same rows, from the engine's first row to the last one read here; its start and a warm-up are not counted.
 
-    python benchmarks/extract_speed.py --verifier DIR --data rows.jsonl --layers 2,15,27,30 --json results/extract.json
+    python benchmarks/extract_speed.py --verifier DIR --data rows.jsonl --layers 2,15,27,30 \\
+        --vllm-python .venv-vllm/bin/python --json benchmarks/results/extract.json
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from speculators.extract.local import LocalSource, batches_by_length
 from speculators.extract.prepared import PreparedData
 from speculators.extract.run import PrepareOptions, prepare
 from speculators.extract.store import StoreIdentity, StoreWriter
+from speculators.extract.vllm_engine import VllmOptions, VllmSource
 from speculators.runtime.verifier import Verifier
 
 
@@ -93,6 +96,18 @@ def compare_writing(
     return computed, written
 
 
+def measure_vllm(arguments: argparse.Namespace, rows: list[Tensor], layers: tuple[int, ...]) -> float:
+    """Seconds until the states of all rows are here; the engine ends before others use the processor again."""
+    options = VllmOptions(python=arguments.vllm_python, keywords={"dtype": arguments.dtype})
+    with VllmSource(arguments.verifier, layers, max(map(len, rows)), options) as source:
+        source.states(rows[-2:], lambda *_: None)
+        started = time.perf_counter()
+        found = source.states(rows, lambda *_: None)
+        spent = time.perf_counter() - started
+    assert all(isinstance(one, Tensor) for one in found), found
+    return spent
+
+
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """All figures of a run: medians over the rounds."""
     global clock
@@ -112,11 +127,13 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         )  # fmt: skip
         source = LocalSource(verifier, identity, batch_tokens=arguments.batch_tokens)
         compare_forwards(bare, verifier, rows, batches[-2:], identity.layer_ids)
-        forwards, writings = [], []
+        forwards, writings, by_vllm = [], [], []
         for turn in range(arguments.rounds):
             forwards.append(compare_forwards(bare, verifier, rows, batches, identity.layer_ids))
             store = Path(scratch) / f"store{turn}"
             writings.append(compare_writing(source, data, identity, store, arguments.shard_mib * 2**20))
+            if arguments.vllm_python is not None:
+                by_vllm.append(measure_vllm(arguments, rows, identity.layer_ids))
     tokens = data.num_tokens
     bare_seconds, local_seconds = (statistics.median(one[place] for one in forwards) for place in (0, 1))
     computed, written = (statistics.median(one[place] for one in writings) for place in (0, 1))
@@ -140,9 +157,12 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "local_over_bare_by_round": [round(one / other, 3) for one, other in forwards],
         "written_over_computed_by_round": [round(one / other, 3) for one, other in writings],
     }
-    if arguments.vllm_tokens_per_second:
-        report["vllm_tokens_per_second"] = arguments.vllm_tokens_per_second
-        report["local_over_vllm"] = round(tokens / written / arguments.vllm_tokens_per_second, 3)
+    if by_vllm:
+        report["vllm_tokens_per_second"] = round(tokens / statistics.median(by_vllm), 1)
+        report["local_over_vllm"] = round(statistics.median(by_vllm) / written, 3)
+        report["local_over_vllm_by_round"] = [
+            round(one / other[1], 3) for one, other in zip(by_vllm, writings, strict=True)
+        ]
     return report
 
 
@@ -161,7 +181,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--clock", choices=list(CLOCKS), default="wall")
     parser.add_argument("--scratch", default=None)
-    parser.add_argument("--vllm-tokens-per-second", type=float, default=None)
+    parser.add_argument("--vllm-python", type=Path, default=None, help="the Python that has vLLM")
     parser.add_argument("--json", type=Path, default=None)
     return parser.parse_args()
 

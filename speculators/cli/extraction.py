@@ -1,4 +1,4 @@
-"""The command that stores a verifier's hidden states."""
+"""The commands that store a verifier's hidden states, and clear away what others left behind."""
 
 import os
 from collections.abc import Callable
@@ -30,6 +30,9 @@ TypeOption = Annotated[
 EndpointOption = Annotated[
     list[str] | None, typer.Option("--endpoint", help="A server that extracts (source server); may be repeated.")
 ]
+ServedOption = Annotated[
+    str | None, typer.Option("--served-model", help="What the servers call the verifier, else the first they name.")
+]
 ConcurrencyOption = Annotated[int, typer.Option("--concurrency", min=1, help="Requests at a time, to all servers.")]
 VllmOption = Annotated[
     Path | None, typer.Option("--vllm-python", help="The Python that has vLLM (source vllm), else this one.")
@@ -37,6 +40,9 @@ VllmOption = Annotated[
 FilesOption = Annotated[Path | None, typer.Option("--files", help="A folder of per-request files (source files).")]
 FileLayersOption = Annotated[
     str | None, typer.Option("--file-layers", help="The files' layers, where they do not say (stock vLLM's).")
+]
+AuxOption = Annotated[
+    str | None, typer.Option("--aux-dtype", help="int8 or float8_e4m3fn: quantise all layers but the last.")
 ]
 LengthOption = Annotated[int, typer.Option("--seq-length", min=2, help="Longer conversations are cut.")]
 BatchOption = Annotated[int, typer.Option("--batch-tokens", min=1, help="Tokens of a pass, with padding.")]
@@ -52,6 +58,7 @@ def extract(
     speculator_type: TypeOption = None,
     source: Annotated[str, typer.Option("--source", help="local, server, vllm or files.")] = "local",
     endpoint: EndpointOption = None,
+    served_model: ServedOption = None,
     concurrency: ConcurrencyOption = 16,
     vllm_python: VllmOption = None,
     files: FilesOption = None,
@@ -59,6 +66,7 @@ def extract(
     seq_length: LengthOption = 2048,
     dtype: Annotated[str, typer.Option("--dtype", help="What the verifier computes in.")] = "auto",
     store_dtype: Annotated[str, typer.Option("--store-dtype", help="bfloat16, float16 or float32.")] = "bfloat16",
+    aux_dtype: AuxOption = None,
     batch_tokens: BatchOption = 4096,
     shard_mib: Annotated[int, typer.Option("--shard-mib", min=1, help="Size of a shard.")] = 256,
     skip_failed: SkipOption = False,
@@ -70,8 +78,9 @@ def extract(
     Under torchrun or accelerate launch each process writes its share of the shards.
     """
     from speculators.errors import UsageError
-    from speculators.extract.run import ExtractOptions, SourceName, extract_share
-    from speculators.extract.store import verify_store
+    from speculators.extract.run import extract_share
+    from speculators.extract.sourcing import ExtractOptions, SourceName
+    from speculators.extract.verify import verify_store
     from speculators.extract.vllm_engine import VllmOptions
 
     if output is None:
@@ -85,7 +94,7 @@ def extract(
     stated = None if file_layers is None else tuple(_layer_ids(file_layers))
     options = ExtractOptions(
         source=cast(SourceName, source),
-        server=_servers(endpoint, concurrency, stated),
+        server=_servers(endpoint, served_model, concurrency, stated),
         vllm=VllmOptions(python=vllm_python),
         files=files,
         file_layer_ids=stated,
@@ -93,6 +102,7 @@ def extract(
         share=share,
         dtype=dtype,
         store_dtype=store_dtype,
+        aux_dtype=aux_dtype,
         batch_tokens=batch_tokens,
         shard_bytes=shard_mib * 2**20,
         device=_own_device(share.world_size),
@@ -102,6 +112,18 @@ def extract(
     prepared = _prepared(model, data, output, seq_length, alone=share.world_size == 1)
     result = extract_share(model, prepared, output, chosen, options, announce=_announce(output, share))
     _tell_store(output, result)
+
+
+def sweep(
+    folder: Annotated[Path, typer.Argument(help="Where an extraction's per-request files go.")],
+    ttl: Annotated[float, typer.Option("--ttl", min=0, help="Seconds; what is younger stays.")] = 3600.0,
+    files_too: Annotated[bool, typer.Option("--files-too", help="Remove uncollected files too.")] = False,
+) -> None:
+    """Remove locks that nobody holds, and temporary files of writers that died."""
+    from speculators.formats.hidden_states import sweep as sweep_folder
+
+    removed = sweep_folder(folder, ttl, files_too=files_too)
+    say(f"{folder}: removed {removed.locks} locks, {removed.partial_files} partial files, {removed.files} files")
 
 
 def _layer_ids(text: str) -> list[int]:
@@ -162,13 +184,13 @@ def _own_device(world_size: int) -> str | None:
 
 
 def _servers(
-    endpoints: list[str] | None, concurrency: int, layer_ids: tuple[int, ...] | None
+    endpoints: list[str] | None, model: str | None, concurrency: int, layer_ids: tuple[int, ...] | None
 ) -> "ServerOptions | None":
     from speculators.extract.remote import ServerOptions
 
     if not endpoints:
         return None
-    return ServerOptions(tuple(endpoints), concurrency=concurrency, server_layer_ids=layer_ids)
+    return ServerOptions(tuple(endpoints), model, concurrency=concurrency, server_layer_ids=layer_ids)
 
 
 def _prepared(model: str, data: str, output: Path, seq_length: int, *, alone: bool) -> Path:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from speculators.cli.data import prepare_data, regenerate_responses, vocab_map
-from speculators.cli.extraction import extract
+from speculators.cli.extraction import extract, sweep
 from speculators.cli.report import say
 
 PANEL = "Make a speculator"
@@ -22,6 +22,7 @@ def register(app: typer.Typer) -> None:
     app.command("prepare-data", rich_help_panel=PANEL)(prepare_data)
     app.command("vocab-map", rich_help_panel=PANEL)(vocab_map)
     app.command("extract", rich_help_panel=PANEL)(extract)
+    app.command("sweep", rich_help_panel=PANEL)(sweep)
     app.command("train", rich_help_panel=PANEL, context_settings=ALL_ARGUMENTS)(train)
 
 

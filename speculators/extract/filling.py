@@ -72,7 +72,7 @@ def fill_store(
             rows = [prepared[row] for row in range(shard.first, shard.last)]
             ids, masks = [row[0] for row in rows], [row[1] for row in rows]
             try:
-                found = [_checked(one) for one in source.states(ids, bar.advance)]
+                found = [checked(one, writer.dtype) for one in source.states(ids, bar.advance)]
             except ServerError as error:
                 raise ServerError(f"{writer.directory}: {result}; run it again to go on. {error}") from error
             faults = {place: one for place, one in enumerate(found) if isinstance(one, RowFault)}
@@ -129,9 +129,11 @@ def _disk() -> Iterator[Callable[[Callable[[], None]], None]]:
             under_way.pop().result()
 
 
-def _checked(states: Tensor | RowFault) -> Tensor | RowFault:
+def checked(states: Tensor | RowFault, dtype: torch.dtype) -> Tensor | RowFault:
+    """The states in the store's `dtype`, or why they are of no use: NaN, or more than the dtype can hold."""
     if isinstance(states, RowFault):
         return states
+    states = states.to(dtype)
     finite_T = states.flatten(1).isfinite().all(-1)
     if bool(finite_T.all()):
         return states

@@ -11,10 +11,8 @@ from torch import Tensor
 
 from speculators.errors import FormatError, StoreError
 from speculators.extract.filling import Advance, RowFault
-from speculators.extract.prepared import PreparedData
 from speculators.extract.progress import RowProgress
 from speculators.formats.hidden_states import load_hidden_states, read_layer_ids
-from speculators.models.draft_model import Sample
 
 
 class FolderSource:
@@ -75,49 +73,6 @@ class FolderSource:
         except (StoreError, FormatError) as error:
             return RowFault(str(error))
         return chosen_layers(states, layers, self._layer_ids, str(path))
-
-
-class FolderSamples:
-    """A folder of per-request files to train on as it stands: `samples[i]` is a `Sample`, of the rows that have a file.
-
-    `prepared` says which tokens are learnt; `aux_layer_ids` are those the draft reads, `num_layers` the id of the last
-    state, which every file must hold. Files that do not say their layers hold `file_layer_ids`. StoreError where no row
-    has a file, and, when a row is read, where its file is not what it should be.
-    """
-
-    def __init__(
-        self,
-        folder: str | Path,
-        prepared: PreparedData,
-        aux_layer_ids: Sequence[int],
-        num_layers: int,
-        *,
-        file_layer_ids: Sequence[int] | None = None,
-        progress: bool = True,
-    ) -> None:
-        layers = tuple(sorted({*aux_layer_ids, num_layers}))
-        self._source = FolderSource(folder, layers, file_layer_ids=file_layer_ids, progress=progress)
-        self._aux = [layers.index(layer) for layer in aux_layer_ids]
-        self._prepared = prepared
-        self._rows = [row for row in range(len(prepared)) if self._source.has(prepared[row][0])]
-        if not self._rows:
-            raise StoreError(f"none of the {len(prepared)} rows has a file in {folder}; prepare the same data for both")
-        self._lengths = [prepared.lengths[row] for row in self._rows]
-
-    @property
-    def lengths(self) -> Sequence[int]:
-        """Tokens of each row."""
-        return self._lengths
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, row: int) -> Sample:
-        ids, mask = self._prepared[self._rows[row]]
-        states_TLH = self._source.states([ids], lambda *_: None)[0]
-        if isinstance(states_TLH, RowFault):
-            raise StoreError(states_TLH.reason)
-        return Sample(ids, mask, states_TLH[:, self._aux], states_TLH[:, -1])
 
 
 def chosen_layers(states_TAH: Tensor, stored: Sequence[int], wanted: Sequence[int], where: str) -> Tensor:

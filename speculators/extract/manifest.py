@@ -13,10 +13,11 @@ import torch
 from filelock import FileLock, Timeout
 
 from speculators.errors import StoreError
+from speculators.extract.quantised import QUANTISED, bytes_per_state
 from speculators.extract.shards import write_bytes
 
 MANIFEST = "manifest.json"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # Called so in the file; the rest carries the attribute's name.
 _FINGERPRINT = "fingerprint"
@@ -28,7 +29,8 @@ class StoreIdentity:
     """What a store was made from; two runs may share a store only where all of it is equal.
 
     `aux_layer_ids` are capture ids, ascending (i = residual stream entering layer i); `num_layers` is the id of the
-    last state, which is always stored. `rows_hash` is over the token ids and masks.
+    last state, which is always stored, as `dtype`. The others are too, unless `aux_dtype` quantises them. `rows_hash`
+    is over the token ids and masks.
     """
 
     verifier: str
@@ -40,10 +42,15 @@ class StoreIdentity:
     template_hash: str
     rows_hash: str
     prenorm: bool = True
+    aux_dtype: str | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise StoreError(f"dtype {self.dtype!r} cannot be stored; expected one of {', '.join(DTYPES)}")
+        if self.aux_dtype is not None and self.aux_dtype not in QUANTISED:
+            raise StoreError(
+                f"aux dtype {self.aux_dtype!r}: expected one of {', '.join(QUANTISED)}, or none, for {self.dtype}"
+            )
         ids = self.aux_layer_ids
         if list(ids) != sorted(set(ids)) or (ids and not 0 <= ids[0] <= ids[-1] <= self.num_layers):
             raise StoreError(f"aux layer ids {list(ids)}: expected ascending, distinct ids within 0..{self.num_layers}")
@@ -56,13 +63,15 @@ class StoreIdentity:
     @property
     def bytes_per_token(self) -> int:
         """Bytes on disk per token: states, id and mask."""
-        return len(self.layer_ids) * self.hidden_size * DTYPES[self.dtype].itemsize + 8 + 1
+        full = self.hidden_size * DTYPES[self.dtype].itemsize
+        aux = full if self.aux_dtype is None else bytes_per_state(self.hidden_size)
+        return (len(self.layer_ids) - 1) * aux + full + 8 + 1
 
     def require_same(self, wanted: dict[str, Any], directory: Path) -> None:
         """Raise StoreError, naming both sides, where a wanted value is another than this one's."""
         for key, value in wanted.items():
             mine = getattr(self, key)
-            if value is not None and mine != value and key != "verifier":
+            if mine != value and key != "verifier":
                 name = f" (made with {self.verifier})" if key == "verifier_fingerprint" else ""
                 raise StoreError(
                     f"{directory} was made for {key.replace('_', ' ')} {_shown(mine)}{name}, now {_shown(value)} is "

@@ -7,23 +7,22 @@ in process, so that a server of this runtime gives the same answers.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import Any
 
-from speculators.errors import DataError, EngineError, SpeculatorsError, UsageError
+from speculators.errors import DataError, SpeculatorsError, UsageError
 from speculators.extract.conversations import Message, Sources
 from speculators.extract.endpoints import Endpoints, RefusedError, RetryPolicy, ServerDownError
 from speculators.extract.regenerate import Answering, RegenerateOptions, RegenerateResult, Talk
+from speculators.extract.waiting import work_in_threads
 
 # A server that refuses in one of these ways refuses every row.
 _REFUSES_ALL = frozenset({401, 403, 404, 405})
 # So many rows in a row without an answer mean that nobody is there.
 _DOWN_AFTER = 3
-_WAIT_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -70,54 +69,23 @@ class _RemoteRun:
     def __init__(self, endpoints: Endpoints, model: str, concurrency: int, run: Answering) -> None:
         self._endpoints, self._model, self._concurrency, self._run = endpoints, model, concurrency, run
         self._stopped = threading.Event()
-        self._asked: SimpleQueue[Talk | None] = SimpleQueue()
-        self._answered: SimpleQueue[tuple[Talk | None, str | SpeculatorsError | None]] = SimpleQueue()
         self._down = 0
         self._down_after = min(_DOWN_AFTER, len(run.talks))
 
     def answer(self) -> None:
         """Keep `concurrency` talks under way until every one is written or left out."""
-        count = min(self._concurrency, len(self._run.talks))
-        # Whoever is interrupted must not sit out a server's silence, so nobody waits for these threads.
-        for number in range(count):
-            threading.Thread(target=self._work, name=f"regenerate-{number}", daemon=True).start()
-        active = 0
         try:
-            while self._run.talks or active:
-                while self._run.talks and active < count:
-                    self._asked.put(self._run.talks.popleft())
-                    active += 1
-                self._take(*self._next())
-                active -= 1
+            with closing(work_in_threads(self._answer, self._next_talks(), self._concurrency)) as answering:
+                for talk, outcome in answering:
+                    self._take(talk, outcome)
         finally:
             self._stopped.set()
-            for _ in range(count):
-                self._asked.put(None)
 
-    def _next(self) -> tuple[Talk | None, str | SpeculatorsError | None]:
-        """The next outcome; a wait is short, since a signal that comes just before one does not end it."""
-        while True:
-            with suppress(Empty):
-                return self._answered.get(timeout=_WAIT_SECONDS)
+    def _next_talks(self) -> Iterator[Talk]:
+        while self._run.talks:
+            yield self._run.talks.popleft()
 
-    def _work(self) -> None:
-        """Answer talks until there are no more; a thread that dies of a defect leaves word of it."""
-        talk: Talk | None = None
-        try:
-            while (talk := self._asked.get()) is not None:
-                try:
-                    outcome = self._answer(talk)
-                except SpeculatorsError as error:
-                    self._answered.put((talk, error))
-                else:
-                    self._answered.put((talk, outcome))
-        finally:
-            if talk is not None:
-                self._answered.put((None, None))
-
-    def _take(self, talk: Talk | None, outcome: str | SpeculatorsError | None) -> None:
-        if talk is None:
-            raise EngineError("a thread that asks servers died; its traceback stands above")
+    def _take(self, talk: Talk, outcome: str | SpeculatorsError | None) -> None:
         if isinstance(outcome, ServerDownError):
             self._down += 1
             self._run.fail(talk, str(outcome))

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from speculators.errors import StoreError
+from speculators.errors import SpeculatorsError, StoreError
 from speculators.extract.endpoints import Endpoints, RefusedError, RetryPolicy, ServerDownError
 from speculators.extract.filling import Advance, RowFault
 from speculators.extract.folder import chosen_layers
+from speculators.extract.waiting import work_in_threads
 from speculators.formats.hidden_states import (
     HiddenStatesTimeoutError,
     cleanup_hidden_states,
@@ -68,16 +68,18 @@ class ServerSource:
             self._model = self._endpoints.model()
         order = sorted(range(len(rows)), key=lambda place: -len(rows[place]))
         found: dict[int, Tensor | RowFault] = {}
-        with (
-            ThreadPoolExecutor(self._options.concurrency, thread_name_prefix="extract") as pool,
-            ExitStack() as stop_unless_done,
-        ):
+
+        def ask(place: int) -> Tensor | RowFault:
+            return self._states_of(rows[place].tolist())
+
+        with ExitStack() as stop_unless_done:
             # Whatever ends this early, the threads are not to go on trying.
-            stop_unless_done.callback(pool.shutdown, wait=False, cancel_futures=True)
             stop_unless_done.callback(self._endpoints.close)
-            futures = [pool.submit(self._states_of, rows[place].tolist()) for place in order]
-            for place, future in zip(order, futures, strict=True):
-                found[place] = future.result()
+            asking = closing(work_in_threads(ask, order, self._options.concurrency))
+            for place, outcome in stop_unless_done.enter_context(asking):
+                if isinstance(outcome, SpeculatorsError):
+                    raise outcome
+                found[place] = outcome
                 advance(1, len(rows[place]))
             stop_unless_done.pop_all()
         return [found[place] for place in range(len(rows))]

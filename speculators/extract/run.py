@@ -10,37 +10,25 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from speculators.errors import StoreError, UsageError, VerifierError
+from speculators.errors import StoreError, VerifierError
 from speculators.extract.conversations import ReadOptions, Sources, as_sources, read_rows
-from speculators.extract.filling import FillResult, StatesSource, fill_store
+from speculators.extract.filling import FillResult, fill_store
 from speculators.extract.fingerprint import verifier_fingerprint
-from speculators.extract.folder import FolderSource
-from speculators.extract.local import LocalSource
 from speculators.extract.prepared import MANIFEST, PreparedData, RowEncoder, prepare_rows
 from speculators.extract.regenerate import RegenerateOptions, RegenerateResult, regenerate_rows
-from speculators.extract.remote import ServerOptions, ServerSource
 from speculators.extract.sources import MAX_ROW_BYTES
-from speculators.extract.store import (
-    DEFAULT_SHARD_BYTES,
-    HiddenStatesStore,
-    StoreEstimate,
-    StoreIdentity,
-    StoreWriter,
-    WorkShare,
-)
+from speculators.extract.sourcing import ExtractOptions, open_source
+from speculators.extract.store import HiddenStatesStore, StoreEstimate, StoreIdentity, StoreWriter
 from speculators.extract.tokenize import ChatTokenizer, Turns, tokenizer_hash
-from speculators.extract.vllm_engine import VllmOptions, VllmSource
 from speculators.runtime.llm import LLM
-from speculators.runtime.verifier import Verifier
 
 NO_TEMPLATE = "none"
-SourceName = Literal["local", "server", "vllm", "files"]
 
 
 @dataclass(frozen=True)
@@ -65,40 +53,6 @@ class PrepareOptions:
     seed: int = 0
     draft_vocab_size: int | None = None
     trust_remote_code: bool = False
-
-
-@dataclass(frozen=True)
-class ExtractOptions:
-    """How hidden states are computed and stored.
-
-    `dtype` is what the verifier computes in, `store_dtype` what is written; a pass takes `batch_tokens` tokens, padding
-    included, and a shard about `shard_bytes` bytes. `source` is the verifier in this process ("local"), the servers of
-    `server`, an engine of "vllm", or the per-request "files" below the folder `files`, whose layers are
-    `file_layer_ids` where they do not say. `skip_failed` leaves out rows that no states can be had for; `share` is this
-    process's part of the work.
-    """
-
-    source: SourceName = "local"
-    server: ServerOptions | None = None
-    vllm: VllmOptions = field(default_factory=VllmOptions)
-    files: Path | None = None
-    file_layer_ids: tuple[int, ...] | None = None
-    skip_failed: bool = False
-    share: WorkShare = field(default_factory=WorkShare)
-    dtype: str = "auto"
-    store_dtype: str = "bfloat16"
-    batch_tokens: int = 4096
-    shard_bytes: int = DEFAULT_SHARD_BYTES
-    device: str | None = None
-    trust_remote_code: bool = False
-
-    def __post_init__(self) -> None:
-        if self.source not in get_args(SourceName):
-            raise UsageError(f"source {self.source!r}: expected one of {', '.join(get_args(SourceName))}")
-        if self.source == "server" and self.server is None:
-            raise UsageError("source server needs endpoints like http://127.0.0.1:8000/v1")
-        if self.source == "files" and self.files is None:
-            raise UsageError("source files needs the folder of per-request files")
 
 
 def regenerate(
@@ -198,9 +152,26 @@ def extract_share(
 ) -> FillResult:
     """Do this process's share of `extract`; `announce` is told the store's size before anything is computed."""
     options, data = options or ExtractOptions(), PreparedData(prepared)
+    identity = store_identity(verifier, data, aux_layer_ids, options)
+    with (
+        StoreWriter(output, identity, data.lengths, shard_bytes=options.shard_bytes, share=options.share) as writer,
+        ExitStack() as opened,
+    ):
+        if announce is not None:
+            announce(writer.estimate)
+        if not writer.missing:
+            return FillResult(before=writer.num_rows_done)
+        source = open_source(verifier, data, identity, options, opened, progress=progress)
+        return fill_store(source, data, writer, skip_failed=options.skip_failed, progress=progress)
+
+
+def store_identity(
+    verifier: str | Path, data: PreparedData, aux_layer_ids: Sequence[int], options: ExtractOptions
+) -> StoreIdentity:
+    """What the states of these rows are; StoreError where the verifier's tokenizer or template made none of them."""
     config = _load_config(verifier, options.trust_remote_code)
     _check_rows(data, load_tokenizer(verifier, options.trust_remote_code), verifier)
-    identity = StoreIdentity(
+    return StoreIdentity(
         verifier=str(verifier),
         verifier_fingerprint=verifier_fingerprint(verifier),
         # The last one is always stored, asked for or not.
@@ -210,40 +181,8 @@ def extract_share(
         dtype=options.store_dtype,
         template_hash=data.template_hash,
         rows_hash=data.rows_hash,
+        aux_dtype=options.aux_dtype,
     )
-    with (
-        StoreWriter(output, identity, data.lengths, shard_bytes=options.shard_bytes, share=options.share) as writer,
-        ExitStack() as opened,
-    ):
-        if announce is not None:
-            announce(writer.estimate)
-        if not writer.missing:
-            return FillResult(before=writer.num_rows_done)
-        source = _source(verifier, data, identity, options, opened, progress)
-        return fill_store(source, data, writer, skip_failed=options.skip_failed, progress=progress)
-
-
-def _source(
-    verifier: str | Path,
-    data: PreparedData,
-    identity: StoreIdentity,
-    options: ExtractOptions,
-    opened: ExitStack,
-    progress: bool,
-) -> StatesSource:
-    if options.server is not None and options.source == "server":
-        return opened.enter_context(ServerSource(options.server, identity.layer_ids))
-    if options.source == "vllm":
-        chosen = {"dtype": options.dtype, "trust_remote_code": options.trust_remote_code, **options.vllm.keywords}
-        engine = replace(options.vllm, keywords=chosen)
-        return opened.enter_context(VllmSource(verifier, identity.layer_ids, max(data.lengths), engine))
-    if options.files is not None and options.source == "files":
-        stated = options.file_layer_ids
-        return FolderSource(options.files, identity.layer_ids, file_layer_ids=stated, progress=progress)
-    model = Verifier.from_pretrained(
-        verifier, dtype=options.dtype, device=options.device, trust_remote_code=options.trust_remote_code
-    )
-    return LocalSource(model, identity, batch_tokens=options.batch_tokens)
 
 
 _ROW_OPTIONS = (

@@ -2,8 +2,10 @@
 
 A directory of shards, each a safetensors file with `hidden_states` [tokens, layers, H], `token_ids` int64 [tokens],
 `loss_mask` bool [tokens] and `row_offsets` int64 [rows + 1], and a manifest that says which verifier, layers, chat
-template and rows they come from. Layers ascend; the last one is the verifier's output before its final norm. A shard is
-the unit of resumption, and of sharing the work: it exists whole, with its checksum in the manifest, or not at all.
+template and rows they come from. Layers ascend; the last one is the verifier's output before its final norm. Where the
+others are quantised, `hidden_states` has the last alone, `aux_hidden_states` and `aux_scales` the rest (`quantise`). A
+shard is the unit of resumption, and of sharing the work: it exists whole, with its checksum in the manifest, or not at
+all.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from speculators.extract.manifest import (
     manifest_lock,
     shard_name,
 )
+from speculators.extract.quantised import dequantise, quantise
 from speculators.extract.shards import (
     RowLayout,
     Shard,
@@ -53,13 +56,14 @@ __all__ = [
     "StoreEstimate",
     "StoreIdentity",
     "StoreWriter",
-    "VerifiedStore",
     "WorkShare",
+    "damaged_shards",
+    "read_layout",
     "shard_name",
-    "verify_store",
 ]
 
 DEFAULT_SHARD_BYTES = 256 * 2**20
+_AUX, _SCALES = "aux_hidden_states", "aux_scales"
 
 
 @dataclass(frozen=True)
@@ -138,10 +142,11 @@ class HiddenStatesStore:
         directory = Path(directory)
         manifest = Manifest.read(directory)
         identity = manifest.identity
-        identity.require_same({"verifier_fingerprint": verifier_fingerprint, "template_hash": template_hash}, directory)
+        wanted = {"verifier_fingerprint": verifier_fingerprint, "template_hash": template_hash}
+        identity.require_same({key: value for key, value in wanted.items() if value is not None}, directory)
         if aux_layer_ids is not None and not set(aux_layer_ids) <= set(identity.layer_ids):
             identity.require_same({"aux_layer_ids": tuple(aux_layer_ids)}, directory)
-        layout = _layout(directory, manifest)
+        layout = read_layout(directory, manifest)
         missing = [shard for shard in layout.shards if shard.number not in manifest.shards]
         if missing:
             rows = manifest.num_rows - sum(shard.last - shard.first for shard in missing)
@@ -178,6 +183,9 @@ class HiddenStatesStore:
         shard, start, end = self._layout.locate(self._rows[row])
         name = shard_name(shard.number)
         states_TLH = self._files.slice(name, "hidden_states", start, end)
+        if self.identity.aux_dtype is not None:
+            numbers, scales = (self._files.slice(name, key, start, end) for key in (_AUX, _SCALES))
+            states_TLH = torch.cat([dequantise(numbers, scales, states_TLH.dtype), states_TLH], 1)
         return Sample(
             input_ids=self._files.slice(name, "token_ids", start, end),
             loss_mask=self._files.slice(name, "loss_mask", start, end),
@@ -237,7 +245,7 @@ class StoreWriter:
         if exists:
             self._manifest = Manifest.read(self.directory)
             self._manifest.identity.require_same(asdict(self.identity), self.directory)
-            self._layout = _layout(self.directory, self._manifest)
+            self._layout = read_layout(self.directory, self._manifest)
             for number, shard in list(self._manifest.shards.items()):
                 if not is_whole(self.directory / shard.file, shard.num_bytes):
                     del self._manifest.shards[number]
@@ -252,6 +260,11 @@ class StoreWriter:
         if not exists:
             write_lengths(self.directory, self._lengths)
             self._manifest.write(self.directory)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What states are rounded to."""
+        return DTYPES[self.identity.dtype]
 
     @property
     def estimate(self) -> StoreEstimate:
@@ -311,7 +324,7 @@ class StoreWriter:
         written = write_tensors(
             self.directory / file,
             {
-                "hidden_states": torch.cat([rows.to(DTYPES[self.identity.dtype]) for rows in states]),
+                **_stored_states(torch.cat([rows.to(self.dtype) for rows in states]), self.identity),
                 "token_ids": torch.cat(list(input_ids)).long(),
                 "loss_mask": torch.cat(list(loss_masks)).bool(),
                 "row_offsets": self._layout.offsets(shard),
@@ -328,45 +341,11 @@ class StoreWriter:
         self._manifest.shards[shard.number] = finished
 
 
-@dataclass(frozen=True)
-class VerifiedStore:
-    """What a store whose checksums are right holds."""
-
-    shards: int
-    rows: int
-    tokens: int
-    skipped: int
-
-    def __str__(self) -> str:
-        return f"{self.shards} shards, {self.rows} rows, {self.tokens} tokens, {self.skipped} skipped; checksums right"
-
-
-def verify_store(directory: str | Path) -> VerifiedStore:
-    """Compare the checksums of all shards.
-
-    StoreError names what is damaged or missing; it is taken out of the manifest, so that the extraction, run again,
-    writes it anew.
-    """
-    directory = Path(directory)
-    manifest = Manifest.read(directory)
-    layout = _layout(directory, manifest)
-    damaged = damaged_shards(directory, manifest, checksums=True)
-    if damaged:
-        with manifest_lock(directory):
-            latest = Manifest.read(directory)
-            for number, shard in list(latest.shards.items()):
-                if directory / shard.file in damaged and shard == manifest.shards.get(number):
-                    del latest.shards[number]
-            latest.write(directory)
-    missing = len(layout.shards) - len(manifest.shards)
-    if damaged or missing:
-        names = ", ".join(path.name for path in damaged) or "none"
-        raise StoreError(
-            f"{directory}: damaged: {names}; not written yet: {missing} of {len(layout.shards)} shards; run the "
-            "extraction again, which writes them"
-        )
-    skipped = len(manifest.skipped_rows)
-    return VerifiedStore(len(layout.shards), manifest.num_rows, manifest.num_tokens, skipped)
+def _stored_states(states_TLH: Tensor, identity: StoreIdentity) -> dict[str, Tensor]:
+    if identity.aux_dtype is None:
+        return {"hidden_states": states_TLH}
+    numbers, scales = quantise(states_TLH[:, :-1], identity.aux_dtype)
+    return {"hidden_states": states_TLH[:, -1:].contiguous(), _AUX: numbers, _SCALES: scales}
 
 
 def damaged_shards(directory: Path, manifest: Manifest, *, checksums: bool) -> list[Path]:
@@ -379,7 +358,8 @@ def damaged_shards(directory: Path, manifest: Manifest, *, checksums: bool) -> l
     return found
 
 
-def _layout(directory: Path, manifest: Manifest) -> RowLayout:
+def read_layout(directory: Path, manifest: Manifest) -> RowLayout:
+    """Which row lies in which shard; StoreError where the manifest and the rows' lengths disagree."""
     layout = RowLayout.plan(read_lengths(directory), manifest.shard_tokens)
     if len(layout.lengths) != manifest.num_rows or layout.num_tokens != manifest.num_tokens:
         raise StoreError(

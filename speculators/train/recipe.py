@@ -16,12 +16,16 @@ import re
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, SerializeAsAny, model_validator
 
 from speculators.errors import SpeculatorsError, UsageError
+from speculators.extract.remote import ServerOptions
+from speculators.extract.sourcing import ExtractOptions, SourceName
+from speculators.extract.vllm_engine import VllmOptions
 from speculators.models import FAMILIES
 from speculators.train.config import Section, TrainConfig
 from speculators.train.overrides import apply_overrides
@@ -81,13 +85,55 @@ class DataConfig(Section):
 class ExtractConfig(Section):
     """Hidden states of the verifier: `dtype` computes them, `store_dtype` keeps them.
 
-    With `online` they are made while training, by a verifier that stays loaded, and nothing is stored.
+    `aux_dtype` quantises all layers but the last, which takes a third off the store. With `online` states are made
+    while training, by a source that stays open, and nothing is stored.
     """
 
+    source: SourceName = "local"
     online: bool = False
+    endpoints: Files = Field(default=(), description="the servers of source server, like http://127.0.0.1:8000/v1")
+    served_model: str | None = Field(default=None, description="what the servers call the verifier, else the first")
+    concurrency: int = Field(default=16, ge=1, description="requests at a time, to all servers")
+    vllm_python: str | None = Field(default=None, description="the Python that has vLLM (source vllm), else this one")
+    files: str | None = Field(default=None, description="the folder of per-request files (source files)")
+    file_layer_ids: tuple[int, ...] | None = Field(default=None, description="the layers of files that do not say")
+    skip_failed: bool = Field(default=False, description="leave out rows that no states can be had for")
     dtype: str = "auto"
     store_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    aux_dtype: Literal["int8", "float8_e4m3fn"] | None = None
     batch_tokens: int = Field(default=4096, ge=1, description="tokens of a pass, padding included")
+
+    @model_validator(mode="after")
+    def _source_is_complete(self) -> Self:
+        self.options()
+        if self.online and self.skip_failed and self.source != "files":
+            raise ValueError(
+                "skip_failed cannot be had with online: which rows have no states is known when they are trained on"
+            )
+        return self
+
+    def options(self) -> ExtractOptions:
+        """What the extraction is told; UsageError where the source lacks something."""
+        server = None
+        if self.endpoints:
+            server = ServerOptions(
+                self.endpoints, self.served_model, concurrency=self.concurrency, server_layer_ids=self.file_layer_ids
+            )
+        try:
+            return ExtractOptions(
+                source=self.source,
+                server=server,
+                vllm=VllmOptions(python=None if self.vllm_python is None else Path(self.vllm_python)),
+                files=None if self.files is None else Path(self.files),
+                file_layer_ids=self.file_layer_ids,
+                skip_failed=self.skip_failed,
+                dtype=self.dtype,
+                store_dtype=self.store_dtype,
+                aux_dtype=self.aux_dtype,
+                batch_tokens=self.batch_tokens,
+            )
+        except UsageError as error:
+            raise ValueError(str(error)) from error
 
 
 class EvaluateConfig(Section):

@@ -16,13 +16,10 @@ from rich.console import Console
 from speculators.errors import UsageError, VerifierError
 from speculators.extract import run as extraction
 from speculators.extract.conversations import as_sources, read_conversations
-from speculators.extract.fingerprint import verifier_directory, verifier_fingerprint
-from speculators.extract.manifest import StoreIdentity
-from speculators.extract.online import OnlineSamples
+from speculators.extract.fingerprint import verifier_directory
 from speculators.extract.prepared import DRAFT_VOCAB, PreparedData, read_draft_vocab
 from speculators.extract.regenerate import RegenerateOptions
 from speculators.extract.sources import Source
-from speculators.extract.store import HiddenStatesStore
 from speculators.formats.card import write_card
 from speculators.formats.config import SpeculatorConfig
 from speculators.formats.files import write_text
@@ -42,6 +39,7 @@ from speculators.train.dataset import Rows, split_rows
 from speculators.train.journal import Journal, file_digest
 from speculators.train.loop import TrainingTask, TrainResult, train
 from speculators.train.metrics import draw_curves
+from speculators.train.samples import open_samples, origin
 from speculators.train.threads import cpu_threads, usable_cores
 
 if TYPE_CHECKING:
@@ -235,79 +233,58 @@ def extract(run: Run) -> bool:
         "verifier": run.verifier,
         "rows": PreparedData(run.outputs.prepared).rows_hash,
         "layers": layers,
-        **options.model_dump(mode="json", exclude={"online"}),
+        **options.model_dump(mode="json", exclude=_HOW_TO_ASK),
     }
     with run.journal.stage("extract", inputs, [run.outputs.states]) as due:
         if due:
-            how = extraction.ExtractOptions(
-                dtype=options.dtype, store_dtype=options.store_dtype, batch_tokens=options.batch_tokens
-            )
             where = run.outputs
-            extraction.extract(run.verifier, where.prepared, where.states, layers, how, progress=run.progress)
+            extraction.extract(
+                run.verifier, where.prepared, where.states, layers, options.options(), progress=run.progress
+            )
     return due
+
+
+# What makes no other states.
+_HOW_TO_ASK = {"online", "endpoints", "served_model", "concurrency", "vllm_python"}
 
 
 def train_draft(run: Run) -> bool:
     """Hidden states to a speculator: the best checkpoint by acceptance length."""
     recipe, outputs, config = run.recipe, run.outputs, run.speculator_config
-    store = None
-    if not recipe.extract.online:
-        store = HiddenStatesStore.open(outputs.states, aux_layer_ids=config.aux_layer_ids)
     settings = {
         "speculator": config.to_json(),
         "objective": recipe.objective.model_dump(mode="json"),
-        "store": _origin(run) if store is None else _origin_of(store.identity),
+        "store": origin(run),
         "validation_rows": recipe.data.validation_rows,
     }
     inputs = {**settings, "train": recipe.train.model_dump(mode="json")}
     with run.journal.stage("train", inputs, [outputs.speculator, outputs.training]) as due:
         if due:
-            samples = _online_samples(run) if store is None else store
-            training, validation = split_rows(samples, recipe.data.validation_rows, seed=recipe.train.seed)
-            weights = load_verifier_weights(resolve(run.verifier))
-            vocab = None if run.draft_vocab_size is None else read_draft_vocab(outputs.prepared / DRAFT_VOCAB)
-            speculator = Speculator.create(config, weights, vocab, seed=recipe.train.seed)
-            objective: Any = recipe.objective
-            task = TrainingTask(
-                draft=speculator.draft,
-                objective=objective,
-                verifier_head=VerifierHead.from_weights(weights),
-                samples=training,
-                validation=validation,
-                measure=_measurement(run, config, validation),
-                settings=settings,
-            )
-            result = train(task, recipe.train, outputs.out, show_progress=run.progress)
-            speculator.save_pretrained(outputs.speculator)
-            draw_curves(outputs.out / "metrics.jsonl", outputs.out / "curves.png")
-            write_text(outputs.training, json.dumps(_summary(result, len(training)), indent=2) + "\n")
+            _train(run, config, settings)
     return due
 
 
-def _origin_of(identity: StoreIdentity) -> dict[str, Any]:
-    """What tells the states that are trained on from others."""
-    return {
-        "verifier": identity.verifier_fingerprint,
-        "rows": identity.rows_hash,
-        "layers": list(identity.layer_ids),
-        "dtype": identity.dtype,
-    }
-
-
-def _origin(run: Run) -> dict[str, Any]:
-    return {
-        "verifier": verifier_fingerprint(run.verifier),
-        "rows": PreparedData(run.outputs.prepared).rows_hash,
-        "layers": "online",
-        "dtype": run.recipe.extract.store_dtype,
-    }
-
-
-def _online_samples(run: Run) -> OnlineSamples:
-    options = run.recipe.extract
-    verifier = Verifier.from_pretrained(run.verifier, dtype=options.dtype)
-    data, layers = PreparedData(run.outputs.prepared), run.speculator_config.aux_layer_ids
-    return OnlineSamples(verifier, data, layers, store_dtype=options.store_dtype)
+def _train(run: Run, config: SpeculatorConfig, settings: dict[str, Any]) -> None:
+    recipe, outputs = run.recipe, run.outputs
+    with open_samples(run) as samples:
+        training, validation = split_rows(samples, recipe.data.validation_rows, seed=recipe.train.seed)
+        weights = load_verifier_weights(resolve(run.verifier))
+        vocab = None if run.draft_vocab_size is None else read_draft_vocab(outputs.prepared / DRAFT_VOCAB)
+        speculator = Speculator.create(config, weights, vocab, seed=recipe.train.seed)
+        objective: Any = recipe.objective
+        task = TrainingTask(
+            draft=speculator.draft,
+            objective=objective,
+            verifier_head=VerifierHead.from_weights(weights),
+            samples=training,
+            validation=validation,
+            measure=_measurement(run, config, validation),
+            settings=settings,
+        )
+        result = train(task, recipe.train, outputs.out, show_progress=run.progress)
+    speculator.save_pretrained(outputs.speculator)
+    draw_curves(outputs.out / "metrics.jsonl", outputs.out / "curves.png")
+    write_text(outputs.training, json.dumps(_summary(result, len(training)), indent=2) + "\n")
 
 
 def evaluate_speculator(run: Run) -> bool:

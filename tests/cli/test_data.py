@@ -1,6 +1,8 @@
 """The commands that make training data: options that reach what they are for, summaries, and exit codes."""
 
+import fcntl
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -125,13 +127,19 @@ def test_shares_bad_rows_and_reasons_are_reported(
     assert "fewer than 1000 tokens to learn" in capsys.readouterr().err
 
 
-def test_a_silent_server_does_not_hold_an_interrupted_run(tmp_path: Path) -> None:
-    prompts = write(tmp_path / "p.jsonl", *({"prompt": f"{i}?"} for i in range(3)))
+@pytest.mark.parametrize("name", ["regenerate-responses", "extract"])
+def test_a_silent_server_does_not_hold_an_interrupted_run(tiny_verifier: Path, tmp_path: Path, name: str) -> None:
+    rows = write(tmp_path / "p.jsonl", *({**TALK, "id": i} for i in range(3)))
+    more = {
+        "regenerate-responses": ["--model", "m"],
+        "extract": ["--source", "server", "--served-model", "m", "--model", tiny_verifier, "--layers", "2"],
+    }[name]
     code = "import sys; from speculators.cli import main; main(sys.argv[1:])"
     with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(120)
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        command = ["regenerate-responses", "--data", prompts, "--output", tmp_path / "o.jsonl", "--endpoint", address]
-        process = subprocess.Popen([sys.executable, "-c", code, *map(str, command), "--model", "m"])
+        command = [name, "--data", rows, "--output", tmp_path / "o.jsonl", "--endpoint", address, *more]
+        process = subprocess.Popen([sys.executable, "-c", code, *map(str, command)])
         try:
             connection, _ = silent.accept()
             with connection:
@@ -142,3 +150,29 @@ def test_a_silent_server_does_not_hold_an_interrupted_run(tmp_path: Path) -> Non
         finally:
             process.kill()
             process.wait()
+
+
+def test_sweep_removes_what_dead_writers_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Locks that nobody holds and halves of files; whole files only on request, and nothing that is young."""
+    names = ["a.safetensors.lock", ".b.safetensors.0a1b.partial", "c.safetensors"]
+    for name in [*names, "notes.txt"]:
+        (tmp_path / name).touch()
+    assert run("sweep", tmp_path) == 0
+    assert "removed 0 locks, 0 partial files, 0 files" in capsys.readouterr().out
+    for name in names:
+        os.utime(tmp_path / name, (0, 0))
+    held = (tmp_path / "held.safetensors.lock").open("w")
+    with held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        os.utime(held.name, (0, 0))
+        assert run("sweep", tmp_path, "--ttl", "60") == 0
+        assert "removed 1 locks, 1 partial files, 0 files" in capsys.readouterr().out
+        assert sorted(path.name for path in tmp_path.iterdir()) == [
+            "c.safetensors",
+            "held.safetensors.lock",
+            "notes.txt",
+        ]
+        assert run("sweep", tmp_path, "--files-too") == 0
+    assert "removed 0 locks, 0 partial files, 1 files" in capsys.readouterr().out
+    assert run("sweep", tmp_path / "nowhere") == 1
+    assert "nowhere" in capsys.readouterr().err

@@ -8,7 +8,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from speculators.extract.prepared import PreparedData
-from speculators.extract.run import ExtractOptions, prepare
+from speculators.extract.run import prepare
+from speculators.extract.sourcing import ExtractOptions
 from speculators.extract.store import HiddenStatesStore
 from tests.tiny_models import SENTENCES
 

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from speculators.errors import StoreError, UsageError
-from speculators.extract.folder import FolderSamples, FolderSource
+from speculators.extract.folder import FolderSource
+from speculators.extract.online import OnlineSamples
 from speculators.extract.prepared import PreparedData
 from speculators.extract.run import extract, extract_share
 from speculators.extract.store import HiddenStatesStore
@@ -85,32 +86,40 @@ def test_rows_without_a_file_are_counted(
     assert len(HiddenStatesStore.open(tmp_path / "s")) == 7
 
 
-def test_a_folder_trains_as_it_stands(
+def test_samples_of_a_folder_are_those_of_a_store(
     tiny_verifier: Path, prepared: PreparedData, reference: Reference, tmp_path: Path
 ) -> None:
     write_stock(tmp_path / "files", prepared, reference)
     store = extract(
         tiny_verifier, prepared.directory, tmp_path / "s", AUX, of_folder(tmp_path / "files"), progress=False
     )
-    samples = FolderSamples(tmp_path / "files", prepared, AUX, 8, progress=False)
+
+    def source() -> FolderSource:
+        return FolderSource(tmp_path / "files", store.identity.layer_ids, progress=False)
+
+    samples = OnlineSamples(source(), prepared, store.identity, AUX)
     ours, theirs = PackedRows(samples, 128, seed=3), PackedRows(store, 128, seed=3)
     assert len(ours.plan(0).rows) > 1
     for row in range(len(ours.plan(0).rows)):
         mine, other = ours.batch(0, [row]), theirs.batch(0, [row])
         for name in ("input_ids", "loss_mask", "aux_hidden_states", "last_hidden_states", "document_ids"):
             assert torch.equal(getattr(mine, name), getattr(other, name))
-    (tmp_path / "few").mkdir()
-    path = next((tmp_path / "files").glob("*-a2cf.safetensors"))
-    path.rename(tmp_path / "few" / path.name)
-    few = FolderSamples(tmp_path / "few", prepared, (4,), 8, file_layer_ids=LAYERS, progress=False)
-    assert len(few) == len(few.lengths) == 1
-    assert torch.equal(few[0].aux_hidden_states[:, 0], reference.states(few[0].input_ids)[:, 1])
-    (tmp_path / "few" / path.name).rename(tmp_path / "few" / "x.safetensors")
-    with pytest.raises(StoreError, match="No such file"):
-        few[0]
-    save_file({"hidden_states": torch.zeros(1, 4, 64), "token_ids": torch.tensor([1])}, tmp_path / "few/x.safetensors")
-    with pytest.raises(StoreError, match="none of the 9 rows has a file"):
-        FolderSamples(tmp_path / "few", prepared, AUX, 8, progress=False)
+    one = OnlineSamples(source(), prepared, store.identity, (4,), rows=[3])
+    assert (len(one), list(one.lengths)) == (1, [prepared.lengths[3]])
+    assert torch.equal(one[0].input_ids, prepared[3][0])
+    assert torch.equal(one[0].aux_hidden_states[:, 0], reference.states(one[0].input_ids)[:, 1])
+    for path in (tmp_path / "files").glob("*.safetensors"):
+        path.unlink()
+    with pytest.raises(StoreError, match=r"row 0: .*No such file"):
+        samples[0]
+    other = tmp_path / "files/x.safetensors"
+    save_file({"hidden_states": torch.zeros(1, 4, 64), "token_ids": torch.tensor([1])}, other)
+    with pytest.raises(StoreError, match=r"row 3: no file in .* has its \d+ token ids"):
+        OnlineSamples(source(), prepared, store.identity, AUX)[3]
+    ids = prepared[3][0]
+    save_file({"hidden_states": torch.zeros(len(ids), 4, 32), "token_ids": ids}, other)
+    with pytest.raises(StoreError, match=r"row 3: got states \[\d+, 4, 32\], expected \[\d+, 4, 64\]; of which"):
+        OnlineSamples(source(), prepared, store.identity, AUX)[3]
 
 
 def test_what_a_folder_cannot_be(tiny_verifier: Path, prepared: PreparedData, reference: Reference, tmp_path: Path):

@@ -14,7 +14,8 @@ from speculators.errors import StoreError
 from speculators.extract.fingerprint import verifier_fingerprint
 from speculators.extract.local import batches_by_length, extract_rows
 from speculators.extract.prepared import PreparedData
-from speculators.extract.run import ExtractOptions, extract, prepare
+from speculators.extract.run import extract, prepare
+from speculators.extract.sourcing import ExtractOptions
 from speculators.extract.store import HiddenStatesStore, StoreIdentity, StoreWriter, shard_name
 from speculators.runtime.verifier import Verifier
 from tests.tiny_models import SENTENCES, make_verifier

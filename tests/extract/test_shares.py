@@ -23,8 +23,8 @@ from speculators.extract.store import (
     StoreWriter,
     WorkShare,
     shard_name,
-    verify_store,
 )
+from speculators.extract.verify import verify_store
 from tests.extract.rows import AUX, EXACT, Reference, check_store, prepare_rows
 
 
@@ -56,19 +56,19 @@ def test_processes_of_a_launcher_share_the_work(tiny_verifier: Path, prepared: P
     )  # fmt: skip
     with StoreWriter(out, identity, prepared.lengths, shard_bytes=EXACT.shard_bytes) as writer:
         assert len(writer.missing) > 2
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", "from speculators.cli import main; main()", *command(tiny_verifier, prepared, out)],
-            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    ended = [process.communicate(timeout=300) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], ended
-    assert "GiB free" in ended[0][0]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
+    code = "from speculators.cli import main; main()"
+    ended = subprocess.run(
+        [*launcher, sys.executable, "-c", code, *command(tiny_verifier, prepared, out)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("GiB free") == 1
+    assert "0 rows done" not in ended.stdout
     check_store(HiddenStatesStore.open(out, verify=True), prepared, Reference(tiny_verifier))
 
 

@@ -211,7 +211,7 @@ def test_states_of_another_shape_are_refused(tmp_path: Path) -> None:
     [
         ({"prenorm": False}, "says prenorm False, expected true"),
         ({"prenorm": None}, "says prenorm None"),
-        ({"format_version": 9}, "format_version 9, expected 2"),
+        ({"format_version": 9}, "format_version 9, expected 3"),
         ({"num_tokens": 7}, "the manifest tells of 8 rows with 7 tokens, the row lengths of 8 with 40"),
     ],
 )
