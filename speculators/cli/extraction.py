@@ -79,7 +79,7 @@ def extract(
     """
     from speculators.errors import UsageError
     from speculators.extract.run import extract_share
-    from speculators.extract.sourcing import ExtractOptions, SourceName
+    from speculators.extract.sourcing import ExtractOptions, SourceName, launched_device, launched_share
     from speculators.extract.verify import verify_store
     from speculators.extract.vllm_engine import VllmOptions
 
@@ -90,7 +90,7 @@ def extract(
         return
     if model is None or data is None:
         raise UsageError(f"--{'verifier' if model is None else 'data'} is missing")
-    share = _share()
+    share = launched_share(os.environ)
     stated = None if file_layers is None else tuple(_layer_ids(file_layers))
     options = ExtractOptions(
         source=cast(SourceName, source),
@@ -105,7 +105,7 @@ def extract(
         aux_dtype=aux_dtype,
         batch_tokens=batch_tokens,
         shard_bytes=shard_mib * 2**20,
-        device=_own_device(share.world_size),
+        device=launched_device(os.environ),
         trust_remote_code=trust_remote_code,
     )
     chosen = _usual_layer_ids(model, speculator_type) if layers is None else _layer_ids(layers)
@@ -165,22 +165,6 @@ def _tell_store(output: Path, result: "FillResult") -> None:
     layers = ", ".join(str(one) for one in manifest.identity.layer_ids)
     left = "" if found == rows else f"; {rows - found} rows are left to other processes"
     say(f"{output}: {found} rows, layers {layers} ({result}){left}")
-
-
-def _share() -> "WorkShare":
-    """This process's place among those that a launcher started."""
-    from speculators.extract.store import WorkShare
-
-    return WorkShare(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
-
-
-def _own_device(world_size: int) -> str | None:
-    import torch
-
-    if world_size == 1 or not torch.accelerator.is_available():
-        return None
-    kind = torch.accelerator.current_accelerator()
-    return None if kind is None else f"{kind.type}:{os.environ.get('LOCAL_RANK', '0')}"
 
 
 def _servers(

@@ -43,7 +43,7 @@ class FolderSource:
                 try:
                     with safe_open(path, framework="pt") as file:
                         self._files[_key(file.get_tensor("token_ids"))] = path
-                except (SafetensorError, OSError) as error:
+                except (SafetensorError, OSError, RuntimeError) as error:
                     self.unreadable[path] = str(error)
                 bar.advance(1)
 

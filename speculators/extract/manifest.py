@@ -103,6 +103,11 @@ class Manifest:
     shards: dict[int, FinishedShard] = field(default_factory=dict)
     skipped_rows: list[int] = field(default_factory=list)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether every row is in a finished shard."""
+        return sum(shard.rows for shard in self.shards.values()) == self.num_rows
+
     @classmethod
     def read(cls, directory: Path) -> Manifest:
         """Read a directory's manifest; StoreError where it is missing, damaged or of another format."""

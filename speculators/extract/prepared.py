@@ -358,6 +358,6 @@ def _read(path: Path, name: str) -> Tensor:
     try:
         with safe_open(path, framework="pt") as file:
             found: Tensor = file.get_tensor(name)
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, RuntimeError) as error:
         raise StoreError(f"{path} cannot be read: {error}; prepare the data again") from error
     return found

@@ -96,7 +96,7 @@ class TensorFiles:
             if file not in self._open:
                 self._open[file] = safe_open(self._directory / file, framework="pt")
             found: Tensor = self._open[file].get_slice(name)[start:end]
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, RuntimeError) as error:
             raise StoreError(
                 f"{self._directory / file} cannot be read: {error}; run the stage that made it again"
             ) from error
@@ -168,7 +168,7 @@ def read_lengths(directory: Path) -> list[int]:
     try:
         with safe_open(directory / ROW_LENGTHS, framework="pt") as file:
             lengths: list[int] = file.get_tensor("row_lengths").tolist()
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, RuntimeError) as error:
         raise StoreError(f"{directory / ROW_LENGTHS} cannot be read: {error}; make the directory again") from error
     return lengths
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, get_args
+
+import torch
 
 from speculators.errors import UsageError
 from speculators.extract.filling import StatesSource
@@ -79,3 +82,16 @@ def open_source(
         verifier, dtype=options.dtype, device=options.device, trust_remote_code=options.trust_remote_code
     )
     return LocalSource(model, identity, batch_tokens=options.batch_tokens)
+
+
+def launched_share(environment: Mapping[str, str]) -> WorkShare:
+    """This process's part of the work, by the environment that a launcher of several processes made."""
+    return WorkShare(int(environment.get("RANK", "0")), int(environment.get("WORLD_SIZE", "1")))
+
+
+def launched_device(environment: Mapping[str, str]) -> str | None:
+    """This process's own accelerator among several processes; None for whatever there is."""
+    if launched_share(environment).world_size == 1 or not torch.accelerator.is_available():
+        return None
+    kind = torch.accelerator.current_accelerator()
+    return None if kind is None else f"{kind.type}:{environment.get('LOCAL_RANK', '0')}"

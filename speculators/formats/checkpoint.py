@@ -280,7 +280,7 @@ def load_tensors(directory: str | os.PathLike[str], expected: Mapping[str, Tenso
     for file in sorted({header.file for header in headers.values()}):
         try:
             tensors |= load_file(file)
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, RuntimeError) as error:
             raise error_of([fault("broken-weights", f"{file.name}: {error}")], directory) from error
     return {name: tensor.long() if expected[name].kind == "int" else tensor for name, tensor in tensors.items()}
 
@@ -332,7 +332,7 @@ def save_checkpoint(
             if faults:
                 raise error_of(faults, directory)
         _move_into_place(staging, target, text)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, RuntimeError) as error:
         text = f"{directory}: the checkpoint could not be written: {error}; free space or choose another place"
         raise SpeculatorsError(text) from error
     finally:

@@ -312,9 +312,12 @@ def load_hidden_states(
             require_tensors(file)
             with safe_open(file, framework="pt") as stream:
                 tensors: dict[str, Tensor] = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError, FormatError) as error:
+    except (OSError, SafetensorError, FormatError, RuntimeError) as error:
+        # RuntimeError is how torch says that it cannot map a file.
         if isinstance(error, SpeculatorsError) and not isinstance(error, FormatError):
             raise
+        if "No such file" in str(error):
+            raise StoreError(f"{file} was removed while it was read: whoever wrote it began anew") from error
         raise StoreError(f"{file} cannot be read: {error}") from error
     return tensors
 

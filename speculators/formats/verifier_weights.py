@@ -75,7 +75,7 @@ def load_verifier_weights(path: str | os.PathLike[str]) -> VerifierWeights:
         try:
             with safe_open(headers[name].file, framework="pt") as file:
                 tensor: torch.Tensor = file.get_tensor(name)
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, RuntimeError) as error:
             raise VerifierError(f"verifier {directory}: {name} cannot be read: {error}") from error
         return tensor
 

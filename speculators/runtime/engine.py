@@ -54,6 +54,7 @@ class Engine:
         self.seed, self.metrics_level = seed, metrics_level
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self._ids: set[str] = set()
         self.stats = self._new_stats()
         self.num_generated_tokens = 0
         self._cache = verifier.make_cache(self.limits.max_num_seqs)
@@ -85,8 +86,6 @@ class Engine:
         check_extraction(params, extracting=self.recorder is not None, completions=1)
         if self.recorder is not None:
             self.recorder.expect(request_id, params)
-        seed = params.seed if params.seed is not None else self.seed * 1_000_003 + self._num_requests
-        self._num_requests += 1
         request = Request(
             request_id,
             list(prompt_token_ids),
@@ -97,8 +96,9 @@ class Engine:
             prompt=prompt,
             tokenizer=self.verifier.tokenizer if decode_text else None,
         )
-        if not params.greedy:
-            request.noise = NoiseStreams.from_seed(seed, self.verifier.device)
+        request.seed = params.seed if params.seed is not None else self.seed * 1_000_003 + self._num_requests
+        self._num_requests += 1
+        self._ids.add(request_id)
         self.waiting.append(request)
 
     def abort(self, request_id: str) -> None:
@@ -108,6 +108,7 @@ class Engine:
                 request.abort()
         if self.recorder is not None:
             self.recorder.abort(request_id)
+        self._ids.difference_update(r.request_id for r in self.waiting if r.finished)
         self.waiting = deque(r for r in self.waiting if not r.finished)
         self._drop_finished()
 
@@ -115,6 +116,7 @@ class Engine:
         """End every request."""
         for request in (*self.waiting, *self.running):
             request.abort()
+            self._ids.discard(request.request_id)
         self.waiting.clear()
         if self.recorder is not None:
             self.recorder.abort_all()
@@ -186,10 +188,7 @@ class Engine:
         bad = [token for token in prompt_token_ids if not 0 <= token < self.verifier.vocab_size]
         if bad:
             raise RequestError(f"request {request_id}: token id {bad[0]} is outside 0..{self.verifier.vocab_size - 1}")
-        known = {r.request_id for r in (*self.waiting, *self.running)}
-        if self.recorder is not None:
-            known |= self.recorder.unfinished
-        if request_id in known:
+        if request_id in self._ids or (self.recorder is not None and self.recorder.knows(request_id)):
             raise RequestError(f"request {request_id}: this id is already being served; choose another")
 
     def _admit(self) -> None:
@@ -197,7 +196,11 @@ class Engine:
         while self.waiting and len(self.running) < self.limits.max_num_seqs:
             request = self.waiting.popleft()
             if self.recorder is not None and not self.recorder.admit(request):
+                self._ids.discard(request.request_id)
                 continue
+            if not request.params.greedy:
+                # Not before: the generators of thousands that wait would fill the memory.
+                request.noise = NoiseStreams.from_seed(request.seed, self.verifier.device)
             request.metrics.first_scheduled_time = time.monotonic()
             self.running.append(request)
         new = sorted(self.running[first:], key=lambda r: -len(r.tokens))
@@ -271,6 +274,7 @@ class Engine:
             if not self.running[row].finished:
                 row += 1
                 continue
+            self._ids.discard(self.running[row].request_id)
             last, origin = self.running.pop(), order.pop()
             if row < len(self.running):
                 self._cache.move(len(self.running), row, last.num_computed)

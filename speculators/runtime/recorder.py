@@ -62,6 +62,10 @@ class HiddenStatesRecorder:
         """Ids of requests whose states are being kept or written."""
         return {*self._planned, *self._recordings, *self._writings}
 
+    def knows(self, request_id: str) -> bool:
+        """Whether a request's states are being kept or written."""
+        return any(request_id in known for known in (self._planned, self._recordings, self._writings))
+
     def expect(self, request_id: str, params: SamplingParams) -> None:
         """Choose a request's file; RequestError for a path of its client's that is not allowed."""
         # The random end keeps requests of other engines that write to the same folder apart.

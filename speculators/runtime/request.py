@@ -54,7 +54,8 @@ class Request:
     """Tokens and state of one request while it is scheduled.
 
     `num_computed` counts the tokens whose keys are in the verifier's cache; the last token is always still to be
-    computed. `drafts` are verifier ids waiting to be verified, `draft_probs_KD` their probabilities over draft ids.
+    computed. `seed` is what its noise is made of. `drafts` are verifier ids waiting to be verified, `draft_probs_KD`
+    their probabilities over draft ids.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Request:
         self.num_computed = 0
         self.drafts: list[int] = []
         self.draft_probs_KD: Tensor | None = None
+        self.seed = 0
         self.noise: NoiseStreams | None = None
         self.stats = stats
         self.metrics = RequestMetrics(time.monotonic())

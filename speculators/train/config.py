@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 OptimizerName = Literal["adamw", "muon"]
 ScheduleName = Literal["linear", "cosine", "constant", "wsd"]
 ComputeDtype = Literal["auto", "float32", "bfloat16"]
+Strategy = Literal["auto", "ddp", "fsdp2"]
 
 
 class Section(BaseModel):
@@ -45,6 +46,9 @@ class TrainConfig(Section):
         default=3, ge=0, description="steps with a NaN or infinite gradient before giving up"
     )
     compute_dtype: ComputeDtype = "auto"
+    strategy: Strategy = Field(
+        default="auto", description="how several processes hold the draft: whole (ddp) or in parts (fsdp2)"
+    )
     seed: int = Field(default=0, ge=0)
 
     checkpoint_every: int = Field(default=500, ge=1, description="steps")
@@ -64,4 +68,6 @@ class TrainConfig(Section):
     def fixed_by_a_checkpoint(self) -> dict[str, object]:
         """The settings that a resumed run must share with the one it continues: all that change what is computed."""
         bookkeeping = {"prefetch", "checkpoint_every", "keep_last", "keep_best", "measure_every", "measure_prompts"}
-        return self.model_dump(mode="json", exclude=bookkeeping | {"measure_tokens", "log_every", "max_skipped_steps"})
+        bookkeeping |= {"measure_tokens", "log_every", "max_skipped_steps"}
+        # Processes and accumulation may stand in for each other; their product is compared.
+        return self.model_dump(mode="json", exclude=bookkeeping | {"strategy", "accumulation"})

@@ -11,19 +11,28 @@ from typing import Any
 from speculators.errors import UsageError
 from speculators.formats.files import write_text
 
+# Stages take minutes to hours; nobody minds half a second.
+_LOOK_SECONDS = 0.5
+
 
 class Journal:
-    """One marker per stage in `directory/stages/`, and their times in `directory/timings.json` (seconds)."""
+    """One marker per stage in `directory/stages/`, and their times in `directory/timings.json` (seconds).
 
-    def __init__(self, directory: Path) -> None:
+    Of several processes one `leads`: it works and marks, the others wait for its marks.
+    """
+
+    def __init__(self, directory: Path, *, leads: bool = True) -> None:
         self.directory = directory
+        self._leads = leads
 
     @contextmanager
-    def stage(self, name: str, inputs: Mapping[str, Any], outputs: Sequence[Path]) -> Iterator[bool]:
+    def stage(
+        self, name: str, inputs: Mapping[str, Any], outputs: Sequence[Path], *, together: bool = False
+    ) -> Iterator[bool]:
         """Give whether the stage is due, and mark it complete where its work ends without an exception.
 
         It is due unless it was completed with equal `inputs` (JSON) and all `outputs` are there. Seconds of interrupted
-        runs with the same inputs add up.
+        runs with the same inputs add up. A stage that processes do `together` is due for each of them.
         """
         marker = self.directory / "stages" / f"{name}.json"
         digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
@@ -31,6 +40,11 @@ class Journal:
         same = before.get("inputs") == digest
         if same and before.get("complete") and all(path.exists() for path in outputs):
             yield False
+            return
+        if not self._leads:
+            yield together
+            while (found := _read(marker)).get("inputs") != digest or not found.get("complete"):
+                time.sleep(_LOOK_SECONDS)
             return
         spent = before.get("seconds", 0.0) if same and not before.get("complete") else 0.0
         started = time.monotonic()

@@ -1,19 +1,19 @@
 """The training loop. It knows no draft family: an objective makes a loss of a batch, and a measurement decodes."""
 
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import set_seed
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import nn
 
 from speculators.errors import TrainingError
 from speculators.models.draft_model import DraftModel, Objective, PackedBatch, SampleSource
@@ -22,8 +22,10 @@ from speculators.models.losses import VerifierHead
 from speculators.models.memory import keep_freed_memory
 from speculators.train.config import ComputeDtype, TrainConfig
 from speculators.train.dataset import PackedRows
+from speculators.train.launching import launched_dtype
 from speculators.train.metrics import MetricsLog, MetricSums, Throughput
 from speculators.train.optim import build_optimizers, clip_gradients, learning_rate_at, set_learning_rate
+from speculators.train.packing import deal, pass_seed
 from speculators.train.resume import (
     Checkpoint,
     CheckpointFolder,
@@ -34,7 +36,9 @@ from speculators.train.resume import (
     restore_rng,
     trained_parameters,
 )
+from speculators.train.sharding import whole
 from speculators.train.signals import SignalBox, Stopped, caught_signals
+from speculators.train.workers import StepModule, Workers
 
 
 @dataclass
@@ -76,8 +80,11 @@ def train(task: TrainingTask, config: TrainConfig, directory: Path, *, show_prog
     Writes `directory/checkpoints/` and `directory/metrics.jsonl`. In the end the draft holds the parameters of the best
     checkpoint by acceptance length (by loss where none was measured), in evaluation mode. Raises TrainingError, and
     `Stopped` after a signal, when the checkpoint is safe.
+
+    Several processes (`torchrun`, `accelerate launch`) share every step: it is the same as that of one process with as
+    many times the accumulation. They must see one folder, which the first of them writes.
     """
-    return _Run(task, config, directory, show_progress).go()
+    return TrainingRun(task, config, directory, show_progress).go()
 
 
 def compute_dtype(name: ComputeDtype, device: torch.device) -> torch.dtype:
@@ -87,57 +94,78 @@ def compute_dtype(name: ComputeDtype, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if multiplies_bfloat16(device) else torch.float32
 
 
-class _Run:
+@dataclass(frozen=True)
+class _Passes:
+    """This process's forward passes of a step: the numbers of their rows, the rows, and how many of them count."""
+
+    rows: list[list[int]]
+    batches: list[PackedBatch]
+    counting: int
+
+
+class TrainingRun:
+    """One process's part of `train`: `parameters` are those that it trains, whole or split, by name."""
+
     def __init__(self, task: TrainingTask, config: TrainConfig, directory: Path, show_progress: bool) -> None:
         self.task = task
         self.config = config
-        self.accelerator = Accelerator(cpu=not torch.accelerator.is_available(), mixed_precision="no")
-        if self.accelerator.num_processes != 1:
-            raise TrainingError(
-                f"training was started in {self.accelerator.num_processes} processes and runs in one; "
-                "launch it with --num_processes 1"
-            )
-        self.device = self.accelerator.device
-        self.dtype = compute_dtype(config.compute_dtype, self.device)
+        self.workers = Workers(config.strategy)
+        self.device = self.workers.device
+        self.dtype = compute_dtype(launched_dtype(config, os.environ), self.device)
         set_seed(config.seed)
         if self.device.type == "cpu":
             keep_freed_memory()
-        self.draft = task.draft.to(self.device).train()
         self.head = task.verifier_head.to(self.device, self.dtype)
+        self.checkpoints = self._checkpoint_folder(directory)
+        self.draft = self._prepared_draft()
         self.parameters = trained_parameters(self.draft)
-        optimizers = build_optimizers(self.draft.named_parameters(), config, self.draft.vocabulary_tables())
-        self.model: nn.Module = self.accelerator.prepare(self.draft)
-        self.optimizers = {name: self.accelerator.prepare(optimizer) for name, optimizer in optimizers.items()}
+        named = [(name, parameter) for name, parameter in self.draft.named_parameters() if parameter.requires_grad]
+        self.optimizers = build_optimizers(named, config, task.draft.vocabulary_tables())
         self.rows = PackedRows(task.samples, config.row_length, seed=config.seed, window=config.pack_window)
         self.validation: PackedRows | None = None
         if task.validation is not None and len(task.validation):
             self.validation = PackedRows(task.validation, config.row_length, window=config.pack_window)
         epochs = [len(self._steps_of(epoch)) for epoch in range(config.epochs)]
         self.total_steps = min(sum(epochs), config.max_steps or sum(epochs))
-        settings = {
-            "train": config.fixed_by_a_checkpoint(),
-            "data": fingerprint_lengths(task.samples.lengths),
-            "compute_dtype": str(self.dtype),
-            **task.settings,
-        }
-        self.checkpoints = CheckpointFolder(
-            directory / "checkpoints", settings, keep_last=config.keep_last, keep_best=config.keep_best
-        )
         self.log = MetricsLog(directory / "metrics.jsonl")
         self.state = RunState()
+        self.told_to_stop: int | None = None
         self.overall = Throughput()
         self.recent = Throughput(warmup_steps=0)
-        self.show_progress = show_progress
+        self.show_progress = show_progress and self.workers.leads
+
+    def _checkpoint_folder(self, directory: Path) -> CheckpointFolder:
+        settings = {
+            "train": self.config.fixed_by_a_checkpoint(),
+            "passes_per_step": self.config.accumulation * self.workers.size,
+            "data": fingerprint_lengths(self.task.samples.lengths),
+            "compute_dtype": str(self.dtype),
+            **self.task.settings,
+        }
+        keep = {"keep_last": self.config.keep_last, "keep_best": self.config.keep_best}
+        return CheckpointFolder(directory / "checkpoints", settings, **keep, writes=self.workers.leads)
+
+    def _prepared_draft(self) -> DraftModel:
+        """The draft that is trained: the task's own, or a copy of it that is split over the processes."""
+        draft = self.task.draft.to(self.device).train()
+        if not self.checkpoints.all():
+            self.task.objective.begin(draft, self.task.samples, self.head)
+        self.workers.equalise(draft)
+        if self.workers.shards:
+            draft = deepcopy(draft)
+            self.task.draft.to("cpu")
+        self.module = self.workers.wrap(StepModule(draft, self.task.objective, self.head))
+        return draft
 
     def _steps_of(self, epoch: int) -> list[list[list[int]]]:
-        return self.rows.steps(epoch, self.config.rows_per_step, self.config.accumulation)
+        return self.rows.steps(epoch, self.config.rows_per_step, self.config.accumulation * self.workers.size)
 
     def go(self) -> TrainResult:
-        found = self.checkpoints.load_newest(self.parameters, self.optimizers)
-        if found is None:
-            self.task.objective.begin(self.draft, self.task.samples, self.head)
-        self.state = found or RunState()
-        self.log.forget_after(self.state.step)
+        """Train to the end, or until a signal."""
+        self.state = self.checkpoints.load_newest(self.parameters, self.optimizers) or RunState()
+        if self.workers.leads:
+            self.log.forget_after(self.state.step)
+        self.workers.wait()
         progress = Progress(
             TextColumn("train"),
             BarColumn(),
@@ -157,9 +185,13 @@ class _Run:
         steps = self._steps_of(self.state.epoch)
         first = self.state.step_in_epoch
         ahead = steps[first : first + self.total_steps - self.state.step]
-        for batches in self.rows.step_batches(self.state.epoch, ahead, self.device, prefetch=self.config.prefetch):
+        dealt = [deal(passes, self.workers.rank, self.workers.size) for passes in ahead]
+        loaded = self.rows.step_batches(
+            self.state.epoch, [passes for passes, _ in dealt], self.device, prefetch=self.config.prefetch
+        )
+        for (passes, counting), batches in zip(dealt, loaded, strict=True):
             epoch, learning_rate = self.state.epoch, learning_rate_at(self.config, self.state.step, self.total_steps)
-            grad_norm = self._step(batches, learning_rate)
+            grad_norm = self._step(_Passes(passes, batches, counting), signals, learning_rate)
             self.state.step_in_epoch += 1
             ended = self.state.step_in_epoch == len(steps)
             if ended:
@@ -168,38 +200,47 @@ class _Run:
             line = self._log({"epoch": epoch, "lr": learning_rate, "grad_norm": grad_norm}, measured)
             if line:
                 report(_figures(line))
-            if measured or signals.received or self.state.step % self.config.checkpoint_every == 0:
+            if measured or self.told_to_stop or self.state.step % self.config.checkpoint_every == 0:
                 self._save(measured)
-            if signals.received:
+            if self.told_to_stop:
                 report("stopped; the same command goes on from here")
-                raise Stopped(signals.received)
+                raise Stopped(self.told_to_stop)
 
-    def _step(self, batches: Sequence[PackedBatch], learning_rate: float) -> float:
+    def _step(self, passes: _Passes, signals: SignalBox, learning_rate: float) -> float:
         """One optimizer step; returns the gradient norm before clipping."""
         started = time.perf_counter()
-        sums, weight = MetricSums(), 0.0
-        for batch in batches:
-            with self._autocast():
-                output = self.task.objective.step(self.model, batch, self.head)
-            # Passes weigh by what they count, so that the step is the same however its rows are split into passes.
-            count = output.metrics["loss"].count
-            self.accelerator.backward(output.loss * count)
-            sums.add(output.metrics)
-            weight += count
+        mine, weight = MetricSums(), 0.0
+        for number, (rows, batch) in enumerate(zip(passes.rows, passes.batches, strict=True)):
+            torch.manual_seed(pass_seed(self.config.seed, self.state.epoch, rows))
+            with self.workers.passing(self.module, last=number == len(passes.rows) - 1):
+                with self._autocast():
+                    loss, metrics = self.module(batch)
+                # Passes weigh by what they count, so that the step is the same however its rows are split into passes.
+                count = metrics["loss"].count if number < passes.counting else 0.0
+                (loss * count).backward()
+            if number < passes.counting:
+                mine.add(metrics)
+                weight += count
+        tokens = sum(batch.num_tokens for batch in passes.batches[: passes.counting])
+        told = self.workers.gather((mine.counts, weight, tokens, signals.received))
+        sums, weight, tokens = MetricSums(), sum(one[1] for one in told), sum(one[2] for one in told)
+        for counts, *_ in told:
+            sums.add(counts)
+        self.told_to_stop = next((one[3] for one in told if one[3] is not None), None)
         for parameter in self.parameters.values():
             if parameter.grad is not None and weight:
-                parameter.grad.div_(weight)
+                # What several processes exchange is the mean over them.
+                parameter.grad.div_(weight / self.workers.size)
         grad_norm = clip_gradients(self.parameters.values(), self.config.clip_norm)
         if math.isfinite(grad_norm):
             set_learning_rate(self.optimizers, learning_rate)
             for optimizer in self.optimizers.values():
                 optimizer.step()
         else:
-            self._skip(batches)
+            self._skip(passes.batches)
             sums = MetricSums()
         for optimizer in self.optimizers.values():
             optimizer.zero_grad()
-        tokens = sum(batch.num_tokens for batch in batches)
         for meter in (self.overall, self.recent):
             meter.add(tokens, time.perf_counter() - started)
         self.state.step += 1
@@ -211,7 +252,8 @@ class _Run:
     def _skip(self, batches: Sequence[PackedBatch]) -> None:
         self.state.skipped += 1
         if self.state.skipped > self.config.max_skipped_steps:
-            documents = sorted({number for batch in batches for number in batch.document_ids.flatten().tolist()} - {-1})
+            mine = {number for batch in batches for number in batch.document_ids.flatten().tolist()}
+            documents = sorted(set().union(*self.workers.gather(mine)) - {-1})
             raise TrainingError(
                 f"step {self.state.step + 1} has no finite gradient, the {self.state.skipped}th such step of this run; "
                 f"its samples are {documents}. Lower train.learning_rate, or look for broken states in these samples"
@@ -239,24 +281,51 @@ class _Run:
             found["validation_acceptance_length"] = self.task.objective.acceptance_length(sums.counts)
             found["score_acceptance"] = found["validation_acceptance_length"]
         if self.task.measure is not None:
-            found["measured_acceptance_length"] = found["score_acceptance"] = self.task.measure(self.draft)
-            # Masters that were cast even once have lost what distinguishes them from their bfloat16 rounding.
-            for name, parameter in self.parameters.items():
-                if parameter.dtype is not torch.float32:
-                    raise TrainingError(
-                        f"{name} is {parameter.dtype} after the measurement; it must use a copy to cast"
-                    )
+            found["measured_acceptance_length"] = found["score_acceptance"] = self._decode(self.task.measure)
         self.draft.train()
         restore_rng(generators)
         return found
 
+    def _decode(self, measure: Callable[[DraftModel], float]) -> float:
+        """The acceptance length that the first process measures, with a whole draft."""
+        draft = self.draft
+        if self.workers.shards:
+            self._assemble()
+            draft = self.task.draft.eval()
+        length = None
+        if self.workers.leads:
+            length = measure(draft.to(self.device))
+            # Masters that were cast even once have lost what distinguishes them from their bfloat16 rounding.
+            for name, parameter in trained_parameters(draft).items():
+                if parameter.dtype is not torch.float32:
+                    raise TrainingError(
+                        f"{name} is {parameter.dtype} after the measurement; it must use a copy to cast"
+                    )
+        if self.workers.shards:
+            draft.to("cpu")
+        return next(found for found in self.workers.gather(length) if found is not None)
+
+    @torch.no_grad()
+    def _assemble(self) -> None:
+        """Copy what is trained in parts into the task's draft, one tensor at a time."""
+        for name, parameter in trained_parameters(self.task.draft).items():
+            parameter.copy_(whole(self.parameters[name]))
+
     @torch.no_grad()
     def _validate(self, rows: PackedRows) -> MetricSums:
-        sums = MetricSums()
-        steps = rows.steps(0, self.config.rows_per_step, 1)
-        for batches in rows.step_batches(0, steps, self.device, prefetch=self.config.prefetch):
+        mine = MetricSums()
+        steps = rows.steps(0, self.config.rows_per_step, self.workers.size)
+        dealt = [deal(passes, self.workers.rank, self.workers.size) for passes in steps]
+        loaded = rows.step_batches(0, [passes for passes, _ in dealt], self.device, prefetch=self.config.prefetch)
+        for (passes, counting), batches in zip(dealt, loaded, strict=True):
+            torch.manual_seed(pass_seed(self.config.seed, "validation", passes[0]))
             with self._autocast():
-                sums.add(self.task.objective.step(self.model, batches[0], self.head).metrics)
+                _, metrics = self.module(batches[0])
+            if counting:
+                mine.add(metrics)
+        sums = MetricSums()
+        for counts in self.workers.gather(mine.counts):
+            sums.add(counts)
         return sums
 
     def _log(self, step: Mapping[str, Any], measured: Mapping[str, float | None]) -> dict[str, Any]:
@@ -278,7 +347,8 @@ class _Run:
         }
         if not math.isfinite(line["grad_norm"]):
             line["grad_norm"] = None
-        self.log.write(line)
+        if self.workers.leads:
+            self.log.write(line)
         self.state.unlogged = MetricSums()
         self.recent = Throughput(warmup_steps=0)
         return line
@@ -289,9 +359,10 @@ class _Run:
         self.checkpoints.save(self.state, self.parameters, self.optimizers, scores)
 
     def _finish(self) -> TrainResult:
+        self.workers.wait()
         best = self.checkpoints.best("acceptance") or self.checkpoints.best("loss") or self.checkpoints.all()[-1:]
-        load_parameters(best[0], self.parameters)
-        self.draft.eval()
+        load_parameters(best[0], trained_parameters(self.task.draft))
+        self.task.draft.eval()
         return TrainResult(
             steps=self.state.step,
             tokens=self.state.tokens,

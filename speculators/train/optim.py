@@ -6,19 +6,24 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Muon, Optimizer
 
 from speculators.errors import TrainingError
 from speculators.models.hardware import multiplies_bfloat16
 from speculators.train.config import ScheduleName, TrainConfig
+from speculators.train.sharding import part_like, whole
 
 
-class Float32Muon(Muon):
-    """`torch.optim.Muon` whose orthogonalisation runs in float32.
+class WholeMatrixMuon(Muon):
+    """`torch.optim.Muon` whose orthogonalisation runs in `dtype`, on whole matrices where parameters are split.
 
-    Same state and same update rule; torch rounds the Newton-Schulz iteration to bfloat16, which a CPU without
-    instructions for it multiplies some 25 times slower than float32.
+    Same state and same update rule. torch's rounds the Newton-Schulz iteration to bfloat16, which a CPU without
+    instructions for it multiplies some 25 times slower than float32. A split matrix is gathered by every process, which
+    keeps its own part of the update.
     """
+
+    dtype = torch.float32
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -45,7 +50,9 @@ class Float32Muon(Muon):
         buffer = state["momentum_buffer"]
         buffer.lerp_(gradient, 1 - group["momentum"])
         update = gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
-        update = orthogonalise(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        matrix = whole(update).to(self.dtype)
+        matrix = orthogonalise(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        update = part_like(matrix.to(parameter.dtype), parameter)
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(parameter.shape)))
 
@@ -84,10 +91,11 @@ def build_optimizers(
     muon = [p for name, p in named if config.optimizer == "muon" and p.ndim == 2 and name not in tables]
     taken = {id(parameter) for parameter in muon}
     rest = [parameter for _, parameter in named if id(parameter) not in taken]
+    split = any(isinstance(parameter, DTensor) for _, parameter in named)
     optimizers: dict[str, Optimizer] = {}
     if muon:
-        kernel = Muon if multiplies_bfloat16(muon[0].device) else Float32Muon
-        optimizers["muon"] = kernel(
+        in_bfloat16 = multiplies_bfloat16(muon[0].device)
+        optimizers["muon"] = (Muon if in_bfloat16 and not split else WholeMatrixMuon)(
             muon,
             lr=config.learning_rate,
             weight_decay=config.weight_decay,
@@ -95,6 +103,8 @@ def build_optimizers(
             ns_steps=config.ns_steps,
             adjust_lr_fn="match_rms_adamw",
         )
+        if in_bfloat16 and isinstance(optimizers["muon"], WholeMatrixMuon):
+            optimizers["muon"].dtype = torch.bfloat16
     groups = [
         {"params": [parameter for parameter in rest if parameter.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [parameter for parameter in rest if parameter.ndim < 2], "weight_decay": 0.0},
@@ -145,4 +155,4 @@ def learning_rate_at(config: TrainConfig, step: int, total_steps: int) -> float:
 
 def clip_gradients(parameters: Iterable[Tensor], clip_norm: float) -> float:
     """Scale gradients so that their joint L2 norm is at most `clip_norm`; returns the norm before that."""
-    return float(nn.utils.clip_grad_norm_(parameters, clip_norm))
+    return float(whole(nn.utils.clip_grad_norm_(parameters, clip_norm)))

@@ -62,3 +62,22 @@ def split_steps(num_rows: int, rows_per_step: int, accumulation: int) -> list[li
     """Row numbers of every forward pass of every optimizer step, `[step][pass][row]`; the last step may be short."""
     passes = [list(range(first, min(first + rows_per_step, num_rows))) for first in range(0, num_rows, rows_per_step)]
     return [passes[first : first + accumulation] for first in range(0, len(passes), accumulation)]
+
+
+def deal(passes: Sequence[list[int]], rank: int, world_size: int) -> tuple[list[list[int]], int]:
+    """One process's forward passes of a step, and how many of them count.
+
+    Passes are dealt in turn. Every process gets as many: where they do not go round, the last one is repeated, and must
+    not count.
+    """
+    mine = list(passes[rank::world_size])
+    size = -(-len(passes) // world_size)
+    return [*mine, *[passes[-1]] * (size - len(mine))], len(mine)
+
+
+def pass_seed(seed: int, part: object, rows: Sequence[int]) -> int:
+    """What a forward pass draws its random numbers from: the same wherever and whenever these rows are passed.
+
+    `part` tells an epoch from another, or from the rows held back.
+    """
+    return random.Random(f"{seed}/{part}/{list(rows)}").getrandbits(63)

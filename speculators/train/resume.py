@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from speculators.errors import TrainingError
 from speculators.formats.files import flush, flush_folder
 from speculators.train.metrics import MetricSums
+from speculators.train.sharding import load_whole_state, part_like, whole, whole_state
 
 WRITTEN_BY = "speculators training checkpoint, version 1"
 FILES = ("parameters.safetensors", "optimizer.pt", "rng.pt", "state.json")
@@ -93,14 +94,24 @@ class CheckpointFolder:
     """The checkpoints of one run.
 
     `settings` is what a resumed run must have in common with the one that it continues. Only folders that this class
-    wrote are read, and only files that it wrote are ever removed.
+    wrote are read, and only files that it wrote are ever removed. Of several processes one `writes`; the others give
+    their parts of what is split.
     """
 
-    def __init__(self, directory: Path, settings: Mapping[str, Any], *, keep_last: int = 1, keep_best: int = 1) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        settings: Mapping[str, Any],
+        *,
+        keep_last: int = 1,
+        keep_best: int = 1,
+        writes: bool = True,
+    ) -> None:
         self.directory = directory
         self.settings = json.loads(json.dumps(settings))
         self._keep_last = keep_last
         self._keep_best = keep_best
+        self._writes = writes
 
     def all(self) -> list[Checkpoint]:
         """Complete checkpoints, by step."""
@@ -125,19 +136,21 @@ class CheckpointFolder:
         optimizers: Mapping[str, Optimizer],
         scores: Mapping[str, float | None],
     ) -> Checkpoint:
-        """Write one checkpoint under a temporary name, rename it, then remove what need not be kept.
+        """Write one checkpoint under a temporary name, rename it, then remove what need not be kept; a collective.
 
         TrainingError where it cannot be written (a full disk); what was there before stays as it was.
         """
         target = self.directory / f"step-{state.step}"
+        contents = {name: whole(value.detach()).to("cpu").contiguous() for name, value in parameters.items()}
+        moments = {name: whole_state(optimizer) for name, optimizer in optimizers.items()}
+        if not self._writes:
+            return Checkpoint(target, state.step, dict(scores))
         document = {"written_by": WRITTEN_BY, "settings": self.settings, "scores": dict(scores), "run": state.to_json()}
         temporary: Path | None = None
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             temporary = Path(tempfile.mkdtemp(prefix=f".step-{state.step}.", suffix=".tmp", dir=self.directory))
-            contents = {name: value.detach().to("cpu").contiguous() for name, value in parameters.items()}
             save_file(contents, temporary / "parameters.safetensors")
-            moments = {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
             torch.save(moments, temporary / "optimizer.pt")
             torch.save(capture_rng(), temporary / "rng.pt")
             (temporary / "state.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -163,7 +176,8 @@ class CheckpointFolder:
         None where there is no checkpoint. TrainingError where it was made with other settings or does not fit.
         """
         checkpoints = self.all()
-        self._tidy({checkpoint.path for checkpoint in checkpoints})
+        if self._writes:
+            self._tidy({checkpoint.path for checkpoint in checkpoints})
         if not checkpoints:
             return None
         newest = checkpoints[-1]
@@ -181,7 +195,7 @@ class CheckpointFolder:
         if sorted(moments) != sorted(optimizers):
             raise TrainingError(f"{newest.path} holds optimizers {sorted(moments)}, expected {sorted(optimizers)}")
         for name, optimizer in optimizers.items():
-            optimizer.load_state_dict(moments[name])
+            load_whole_state(optimizer, moments[name])
         restore_rng(generators)
         return RunState.from_json(document["run"])
 
@@ -221,7 +235,7 @@ def load_parameters(checkpoint: Checkpoint, parameters: Mapping[str, Tensor]) ->
     path = checkpoint.path / "parameters.safetensors"
     try:
         stored = load_file(path)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, RuntimeError) as error:
         raise TrainingError(f"{path} is damaged: {error}; remove {checkpoint.path} to use an earlier one") from error
     if sorted(stored) != sorted(parameters):
         raise TrainingError(f"{path} holds {sorted(stored)}, the draft trains {sorted(parameters)}")
@@ -232,7 +246,7 @@ def load_parameters(checkpoint: Checkpoint, parameters: Mapping[str, Tensor]) ->
                 raise TrainingError(
                     f"{path}: {name} is {saved.dtype} {list(saved.shape)}, expected float32 {list(parameter.shape)}"
                 )
-            parameter.copy_(saved)
+            parameter.copy_(part_like(saved, parameter))
 
 
 def trained_parameters(draft: nn.Module) -> dict[str, Tensor]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from speculators.errors import StoreError
@@ -12,7 +14,7 @@ from speculators.extract.manifest import Manifest, StoreIdentity
 from speculators.extract.online import OnlineSamples
 from speculators.extract.prepared import PreparedData
 from speculators.extract.run import store_identity
-from speculators.extract.sourcing import open_source
+from speculators.extract.sourcing import launched_device, open_source
 from speculators.extract.store import HiddenStatesStore
 from speculators.models.draft_model import SampleSource
 
@@ -50,6 +52,7 @@ def open_samples(run: Run) -> Iterator[SampleSource]:
         return
     data, identity, options = PreparedData(run.outputs.prepared), samples_identity(run), run.recipe.extract.options()
     with ExitStack() as opened:
+        options = replace(options, device=launched_device(os.environ))
         source = open_source(run.verifier, data, identity, options, opened, progress=run.progress)
         rows = _rows_with_files(source, data, options.skip_failed) if isinstance(source, FolderSource) else None
         yield OnlineSamples(source, data, identity, layers, rows=rows)

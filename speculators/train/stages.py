@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,9 +18,12 @@ from speculators.errors import UsageError, VerifierError
 from speculators.extract import run as extraction
 from speculators.extract.conversations import as_sources, read_conversations
 from speculators.extract.fingerprint import verifier_directory
+from speculators.extract.manifest import MANIFEST, Manifest
 from speculators.extract.prepared import DRAFT_VOCAB, PreparedData, read_draft_vocab
 from speculators.extract.regenerate import RegenerateOptions
 from speculators.extract.sources import Source
+from speculators.extract.sourcing import launched_device, launched_share
+from speculators.extract.store import WorkShare
 from speculators.formats.card import write_card
 from speculators.formats.config import SpeculatorConfig
 from speculators.formats.files import write_text
@@ -83,13 +87,18 @@ class Outputs:
 
 
 class Run:
-    """One execution of a recipe; `progress` shows bars and tables on standard error."""
+    """One execution of a recipe; `progress` shows bars and tables on standard error.
+
+    Of several processes, all extract and train; the first alone does the rest, and shows it.
+    """
 
     def __init__(self, recipe: Recipe, *, progress: bool = True) -> None:
         self.recipe = recipe
-        self.progress = progress
         self.outputs = Outputs(Path(recipe.out))
-        self.journal = Journal(self.outputs.out)
+        self.share = launched_share(os.environ)
+        self.leads = self.share.rank == 0
+        self.progress = progress and self.leads
+        self.journal = Journal(self.outputs.out, leads=self.leads)
 
     def run(self, stages: Sequence[str]) -> None:
         """Run some stages in their order."""
@@ -97,7 +106,9 @@ class Run:
         if threads is not None:
             torch.set_num_threads(threads)
         console = Console(stderr=True, quiet=not self.progress)
-        write_text(self.outputs.out / "recipe.json", json.dumps(self.recipe.model_dump(mode="json"), indent=2) + "\n")
+        if self.leads:
+            settings = json.dumps(self.recipe.model_dump(mode="json"), indent=2)
+            write_text(self.outputs.out / "recipe.json", settings + "\n")
         for name in STAGES:
             if name in stages:
                 before = self.journal.timings().get(name)
@@ -235,13 +246,26 @@ def extract(run: Run) -> bool:
         "layers": layers,
         **options.model_dump(mode="json", exclude=_HOW_TO_ASK),
     }
-    with run.journal.stage("extract", inputs, [run.outputs.states]) as due:
+    with run.journal.stage("extract", inputs, [run.outputs.states], together=True) as due:
         if due:
             where = run.outputs
-            extraction.extract(
-                run.verifier, where.prepared, where.states, layers, options.options(), progress=run.progress
-            )
+            # An engine of vLLM takes all accelerators for itself.
+            alone = options.source == "vllm"
+            if run.leads or not alone:
+                share = WorkShare() if alone else run.share
+                how = replace(options.options(), share=share, device=launched_device(os.environ))
+                extraction.extract_share(run.verifier, where.prepared, where.states, layers, how, progress=run.progress)
+            _await_store(where.states)
     return due
+
+
+def _await_store(directory: Path) -> None:
+    """Wait until other processes have written their shares."""
+    while not (directory / MANIFEST).is_file() or not Manifest.read(directory).is_complete:
+        time.sleep(_LOOK_SECONDS)
+
+
+_LOOK_SECONDS = 0.5
 
 
 # What makes no other states.
@@ -258,7 +282,7 @@ def train_draft(run: Run) -> bool:
         "validation_rows": recipe.data.validation_rows,
     }
     inputs = {**settings, "train": recipe.train.model_dump(mode="json")}
-    with run.journal.stage("train", inputs, [outputs.speculator, outputs.training]) as due:
+    with run.journal.stage("train", inputs, [outputs.speculator, outputs.training], together=True) as due:
         if due:
             _train(run, config, settings)
     return due
@@ -282,9 +306,10 @@ def _train(run: Run, config: SpeculatorConfig, settings: dict[str, Any]) -> None
             settings=settings,
         )
         result = train(task, recipe.train, outputs.out, show_progress=run.progress)
-    speculator.save_pretrained(outputs.speculator)
-    draw_curves(outputs.out / "metrics.jsonl", outputs.out / "curves.png")
-    write_text(outputs.training, json.dumps(_summary(result, len(training)), indent=2) + "\n")
+    if run.leads:
+        speculator.save_pretrained(outputs.speculator)
+        draw_curves(outputs.out / "metrics.jsonl", outputs.out / "curves.png")
+        write_text(outputs.training, json.dumps(_summary(result, len(training)), indent=2) + "\n")
 
 
 def evaluate_speculator(run: Run) -> bool:
@@ -359,12 +384,14 @@ def _measurement(run: Run, config: SpeculatorConfig, validation: Rows) -> Callab
     prompts = prompts[: options.measure_prompts]
     if not prompts:
         return None
-    verifier = Verifier.from_pretrained(run.verifier)
-    room = min(verifier.max_length or 2**31, max(map(len, prompts)) + options.measure_tokens)
-    limits = EngineLimits(max_num_seqs=min(len(prompts), 8), max_model_len=room)
+    # Among several processes the first one decodes.
+    verifier = Verifier.from_pretrained(run.verifier) if run.leads else None
     sampling = SamplingParams(temperature=0.0, max_tokens=options.measure_tokens)
 
     def measure(draft: DraftModel) -> float:
+        assert verifier is not None
+        room = min(verifier.max_length or 2**31, max(map(len, prompts)) + options.measure_tokens)
+        limits = EngineLimits(max_num_seqs=min(len(prompts), 8), max_model_len=room)
         llm = LLM.from_parts(verifier, Speculator(config, draft), limits=limits)
         llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
         assert llm.stats is not None

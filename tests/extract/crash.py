@@ -16,6 +16,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from speculators.formats.hidden_states import HiddenStatesTimeoutError, HiddenSt
 
 FILES, THREADS, LAYERS, HIDDEN = 48, 8, (0, 2, 4), 64
 MAX_DELAY_SECONDS = 0.08
+NOTHING_YET = ("was not written", "does not exist", "was removed while it was read")
 BESIDE = ("*.lock", "*.writing", ".*.partial")
 
 
@@ -60,8 +62,13 @@ def is_torn(path: Path, *, locked: bool) -> bool | None:
     except SafetensorError:
         return True
     except StoreError as error:
-        # The writer was killed, or has not begun: said as such, it is right.
-        return None if "was not written" in str(error) or "does not exist" in str(error) else True
+        # The writer was killed, has not begun, or has begun anew: said as such, it is right.
+        return None if any(words in str(error) for words in NOTHING_YET) else True
+    except RuntimeError as error:
+        # As torch says it where a file goes between its header and its content.
+        if "No such file" not in str(error):
+            raise
+        return None
     states, ids = content(int(path.stem))
     return not (torch.equal(found["hidden_states"], states) and torch.equal(found["token_ids"], ids))
 
@@ -86,6 +93,10 @@ def in_a_process(work: Callable[[], None]) -> int:
     try:
         work()
         code = 0
+    except BaseException:
+        # The parent learns no more than a status.
+        traceback.print_exc()
+        raise
     finally:
         os._exit(code)
 

@@ -188,3 +188,24 @@ def test_bad_prompts_are_refused(prompt: list[int], words: str) -> None:
     engine = Engine(random_verifier(32), limits=EngineLimits(max_model_len=64))
     with pytest.raises(RequestError, match=words):
         engine.add_request("x", prompt, SamplingParams())
+
+
+def test_an_id_is_free_again_when_its_request_has_ended() -> None:
+    engine = Engine(random_verifier(8), limits=EngineLimits(max_num_seqs=1, max_model_len=16))
+    params = SamplingParams(temperature=1.0, max_tokens=2)
+    for request_id in ("running", "waiting", "ended"):
+        engine.add_request(request_id, [1, 2], params)
+    engine.step()
+    for request_id in ("running", "waiting"):
+        with pytest.raises(RequestError, match=f"request {request_id}: this id is already being served"):
+            engine.add_request(request_id, [1, 2], params)
+    # Noise is made for those that run alone, however many wait.
+    assert [request.noise is None for request in (*engine.running, *engine.waiting)] == [False, True, True]
+    engine.abort("waiting")
+    engine.add_request("waiting", [1, 2], params)
+    engine.abort_all()
+    for request_id in ("running", "waiting", "ended"):
+        engine.add_request(request_id, [1, 2], params)
+    assert sorted(run(engine)) == ["ended", "running", "waiting"]
+    engine.add_request("running", [1, 2], params)
+    assert list(run(engine)) == ["running"]

@@ -1,5 +1,6 @@
 """Every family in the loop that trains: what keeps its precision, what a resumed run goes on with, what is left out."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,9 @@ LENGTHS = (21, 14, 30, 19)
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
-def make_task(family: str, directory: Path, seed: int = 0, objective: Any = None) -> TrainingTask:
+def make_task(
+    family: str, directory: Path, seed: int = 0, objective: Any = None, lengths: Sequence[int] = LENGTHS
+) -> TrainingTask:
     """A fresh draft that starts at random, over the whole vocabulary of a tiny verifier."""
     options = dict(contract_of(family).overfit.options)
     if "draft_vocab_size" in FAMILIES[family].draft.model_fields:
@@ -37,7 +40,7 @@ def make_task(family: str, directory: Path, seed: int = 0, objective: Any = None
     config = config_of(family, VerifierShape.from_config_dict(read_config(directory), str(directory)), options)
     weights = load_verifier_weights(directory)
     verifier = load(directory)
-    samples = make_samples(verifier, LENGTHS, list(config.aux_layer_ids))
+    samples = make_samples(verifier, lengths, list(config.aux_layer_ids))
     samples.samples[2].loss_mask[:] = False
     return TrainingTask(
         draft=Speculator.create(config, weights, seed=seed).draft,

@@ -1,8 +1,5 @@
 import math
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,7 @@ from speculators.train.loop import compute_dtype, train
 from speculators.train.metrics import read_metrics
 from speculators.train.resume import trained_parameters
 from speculators.train.signals import Stopped
-from tests.train.tiny_training import load, make_samples, make_task
+from tests.train.tiny_training import load, make_samples, make_task, stop_at
 
 CONFIG: dict[str, Any] = {
     "row_length": 64,
@@ -46,20 +43,6 @@ def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor
     assert one.keys() == other.keys()
     for name, tensor in one.items():
         assert torch.equal(tensor, other[name]), name
-
-
-def stop_at(step: int, signum: int, objective: Any, passes_per_step: int) -> Any:
-    """The same objective, which sends this process a signal in the first pass of a step."""
-
-    class Interrupting(type(objective)):
-        def step(self, draft: Any, batch: PackedBatch, verifier_head: Any) -> StepOutput:
-            calls.append(1)
-            if len(calls) == (step - 1) * passes_per_step + 1:
-                os.kill(os.getpid(), signum)
-            return super().step(draft, batch, verifier_head)
-
-    calls: list[int] = []
-    return Interrupting(**objective.model_dump())
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -286,25 +269,6 @@ def test_compute_dtype_follows_the_hardware() -> None:
     flags = set(Path("/proc/cpuinfo").read_text().split()) if Path("/proc/cpuinfo").exists() else set()
     expected = torch.bfloat16 if flags & {"avx512_bf16", "amx_bf16"} else torch.float32
     assert compute_dtype("auto", cpu) is expected
-
-
-@pytest.mark.full
-def test_several_processes_are_refused(tiny_verifier: Path, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "from pathlib import Path\n"
-        "from speculators.train.config import TrainConfig\n"
-        "from speculators.train.loop import train\n"
-        "from tests.train.tiny_training import make_task\n"
-        f"train(make_task(Path({str(tiny_verifier)!r})), TrainConfig(row_length=64), Path({str(tmp_path)!r}))\n",
-        encoding="utf-8",
-    )
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", str(script)]
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root), "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode != 0
-    assert "training was started in 2 processes and runs in one" in done.stderr
 
 
 def test_a_row_with_nothing_to_learn_does_no_harm(tiny_verifier: Path, tmp_path: Path) -> None:

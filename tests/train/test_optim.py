@@ -7,7 +7,7 @@ from torch import nn
 from speculators.errors import TrainingError
 from speculators.train.config import TrainConfig
 from speculators.train.optim import (
-    Float32Muon,
+    WholeMatrixMuon,
     build_optimizers,
     clip_gradients,
     learning_rate_at,
@@ -106,7 +106,7 @@ def test_float32_muon_follows_torch_muon_up_to_its_bfloat16_rounding() -> None:
     start = torch.randn(12, 20)
     ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
     options = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9, "adjust_lr_fn": "match_rms_adamw"}
-    optimizers = [(ours, Float32Muon([ours], **options)), (theirs, torch.optim.Muon([theirs], **options))]
+    optimizers = [(ours, WholeMatrixMuon([ours], **options)), (theirs, torch.optim.Muon([theirs], **options))]
     for _ in range(4):
         gradient = torch.randn(12, 20)
         for parameter, optimizer in optimizers:

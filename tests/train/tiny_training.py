@@ -1,5 +1,6 @@
 """A tiny EAGLE-3 training task made of real parts: a random verifier's own states, a draft, and the serving loop."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -12,7 +13,7 @@ from speculators.formats.checkpoint import read_config
 from speculators.formats.verifier_weights import load_verifier_weights
 from speculators.formats.vocab import DraftVocab
 from speculators.models import FAMILIES
-from speculators.models.draft_model import Sample
+from speculators.models.draft_model import PackedBatch, Sample, StepOutput
 from speculators.models.family import VerifierShape
 from speculators.models.losses import VerifierHead
 from speculators.models.speculator import Speculator
@@ -77,3 +78,17 @@ def make_task(directory: Path, *, seed: int = 0, lengths: Sequence[int] = LENGTH
         samples=make_samples(load(directory), lengths, speculator.config.aux_layer_ids),
         **parts,
     )
+
+
+def stop_at(step: int, signum: int, objective: Any, passes_per_step: int) -> Any:
+    """The same objective, which sends this process a signal in the first pass of a step."""
+
+    class Interrupting(type(objective)):
+        def step(self, draft: Any, batch: PackedBatch, verifier_head: Any) -> StepOutput:
+            calls.append(1)
+            if len(calls) == (step - 1) * passes_per_step + 1:
+                os.kill(os.getpid(), signum)
+            return super().step(draft, batch, verifier_head)
+
+    calls: list[int] = []
+    return Interrupting(**objective.model_dump())

@@ -1,0 +1,219 @@
+"""Training jobs in several processes and in one: `python -m tests.train.processes` writes what they differ by.
+
+out/equivalence.json: two processes against one with twice the accumulation, 20 steps in float32.
+out/resume.json: six steps straight against three, a signal, and the rest.
+
+Under `torchrun` with a file of jobs it does them, which is how it starts itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from speculators.train.config import TrainConfig
+from speculators.train.loop import TrainingRun
+from speculators.train.metrics import read_metrics
+from speculators.train.signals import Stopped
+from tests.tiny_models import make_verifier
+from tests.train import tiny_training
+from tests.train.test_families import make_task
+from tests.train.tiny_training import LENGTHS, stop_at
+
+ROOT = Path(__file__).resolve().parents[2]
+# Of Muon's updates those of nearly degenerate directions turn with the last bit of a gradient.
+BOUNDS = {"adamw": 1e-5, "muon": 2e-3}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training: where, of which family, how. `stop_step` is told to stop by a signal to process `stop_rank`."""
+
+    out: str
+    family: str = "eagle3"
+    strategy: str = "auto"
+    optimizer: str = "adamw"
+    accumulation: int = 1
+    max_steps: int = 20
+    stop_step: int | None = None
+    stop_rank: int = 0
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.out)
+
+
+def do(job: Job, verifier: Path) -> None:
+    """Train, and leave beside the checkpoints what tells how it went."""
+    make = tiny_training.make_task if job.family == "eagle3" else partial(make_task, job.family)
+    task = make(verifier, lengths=LENGTHS)
+    config = TrainConfig(
+        epochs=50,
+        max_steps=job.max_steps,
+        row_length=64,
+        accumulation=job.accumulation,
+        optimizer=job.optimizer,
+        strategy=job.strategy,
+        learning_rate=1e-3,
+        compute_dtype="float32",
+        measure_every=1000,
+    )
+    if job.stop_step is not None and int(os.environ.get("RANK", "0")) == job.stop_rank:
+        task.objective = stop_at(job.stop_step, signal.SIGTERM, task.objective, job.accumulation)
+    run = TrainingRun(task, config, job.directory, False)
+    code = 0
+    try:
+        run.go()
+    except Stopped as stopped:
+        code = int(stopped.code or 0)
+    if run.workers.leads:
+        split = all(isinstance(parameter, DTensor) for parameter in run.parameters.values())
+        (job.directory / "end.json").write_text(json.dumps({"is_dtensor": split, "code": code}), encoding="utf-8")
+    run.workers.wait()
+
+
+def start(jobs: Sequence[Job], world_size: int, verifier: Path, scratch: Path) -> None:
+    """Do the jobs one after another, in so many processes."""
+    file = scratch / f"jobs{world_size}-{len(list(scratch.glob('jobs*')))}.json"
+    file.write_text(json.dumps([asdict(job) for job in jobs]), encoding="utf-8")
+    words = ["-m", "tests.train.processes", "--jobs", str(file), "--verifier", str(verifier)]
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(world_size)] if world_size > 1 else []
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    subprocess.run([sys.executable, *launcher, *words], cwd=ROOT, env=environment, check=True, timeout=900)
+
+
+def logged(job: Job) -> list[dict[str, Any]]:
+    return list(read_metrics(job.directory / "metrics.jsonl"))
+
+
+def weights(job: Job) -> dict[str, Tensor]:
+    return load_file(job.directory / "checkpoints" / f"step-{job.max_steps}" / "parameters.safetensors")
+
+
+def moments(job: Job) -> list[Tensor]:
+    path = job.directory / "checkpoints" / f"step-{job.max_steps}" / "optimizer.pt"
+    found = torch.load(path, weights_only=True)
+    states = [state for name in sorted(found) for _, state in sorted(found[name]["state"].items())]
+    return [state[key] for state in states for key in sorted(state)]
+
+
+def largest(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
+    """The largest difference of any two numbers."""
+    return max(float((mine - theirs).abs().max()) for mine, theirs in zip(one, other, strict=True))
+
+
+def difference(one: Job, other: Job) -> dict[str, float]:
+    """How far two trainings are from each other."""
+    lines = list(zip(logged(one), logged(other), strict=True))
+    ours, theirs = weights(one), weights(other)
+    assert ours.keys() == theirs.keys()
+    return {
+        "steps": len(lines),
+        "max_loss_diff": max(abs(mine["loss"] - its["loss"]) for mine, its in lines if mine["loss"] is not None),
+        "max_lr_diff": max(abs(mine["lr"] - its["lr"]) for mine, its in lines),
+        "max_weight_diff": largest(list(ours.values()), [theirs[name] for name in ours]),
+        "max_state_diff": largest(moments(one), moments(other)),
+    }
+
+
+def end(job: Job) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((job.directory / "end.json").read_text(encoding="utf-8"))
+    return found
+
+
+def equivalence(verifier: Path, scratch: Path) -> list[dict[str, Any]]:
+    """Two processes against one with twice the accumulation."""
+    cases = [(family, strategy, "adamw") for family in ("eagle3", "dflash", "dspark") for strategy in ("ddp", "fsdp2")]
+    cases += [("eagle3", strategy, "muon") for strategy in ("ddp", "fsdp2")]
+    kinds = sorted({(family, optimizer) for family, _, optimizer in cases})
+    alone = {kind: Job(str(scratch / "-".join(kind)), kind[0], "auto", kind[1], 2) for kind in kinds}
+    shared = {case: Job(str(scratch / "-".join(case)), *case) for case in cases}
+    start(list(alone.values()), 1, verifier, scratch)
+    start(list(shared.values()), 2, verifier, scratch)
+    return [
+        {
+            "family": case[0],
+            "strategy": case[1],
+            "optimizer": case[2],
+            "world": 2,
+            **difference(job, alone[case[0], case[2]]),
+            "bound": BOUNDS[case[2]],
+            "is_dtensor": end(job)["is_dtensor"],
+        }
+        for case, job in shared.items()
+    ]
+
+
+def resumption(verifier: Path, scratch: Path) -> list[dict[str, Any]]:
+    """Three steps, a signal, and three more against six, where each part is done by so many processes."""
+    found = []
+    for name, strategy, before, after in (
+        ("one process", "auto", 1, 1),
+        ("two processes", "ddp", 2, 2),
+        ("two processes, split", "fsdp2", 2, 2),
+        ("two, then one", "fsdp2", 2, 1),
+    ):
+        folder = scratch / name.replace(" ", "-").replace(",", "")
+        straight = Job(str(folder / "straight"), strategy=strategy, max_steps=6, accumulation=2 // before)
+        stopped = Job(
+            str(folder / "stopped"),
+            strategy=strategy,
+            max_steps=6,
+            accumulation=2 // before,
+            stop_step=3,
+            stop_rank=before - 1,
+        )
+        resumed = Job(stopped.out, strategy=strategy, max_steps=6, accumulation=2 // after)
+        start([straight, stopped], before, verifier, scratch)
+        code, kept = end(stopped)["code"], sorted(path.name for path in (folder / "stopped/checkpoints").glob("step-*"))
+        start([resumed], after, verifier, scratch)
+        found.append(
+            {
+                "case": name,
+                "world": [before, after],
+                "exit_code": code,
+                "checkpoint": kept,
+                **difference(resumed, straight),
+            }
+        )
+    return found
+
+
+def main() -> None:
+    """Do jobs, or compare."""
+    parser = argparse.ArgumentParser(description="Training in several processes and in one.")
+    parser.add_argument("--jobs", type=Path, default=None)
+    parser.add_argument("--verifier", type=Path, default=None)
+    parser.add_argument("--out", type=Path, default=Path("out"))
+    arguments = parser.parse_args()
+    if arguments.jobs is not None:
+        for job in json.loads(arguments.jobs.read_text(encoding="utf-8")):
+            do(Job(**job), arguments.verifier)
+        return
+    scratch = arguments.out / "processes"
+    scratch.mkdir(parents=True)
+    verifier = make_verifier(scratch / "verifier")
+    for name, compare in (("equivalence", equivalence), ("resume", resumption)):
+        (scratch / name).mkdir()
+        table = compare(verifier, scratch / name)
+        (arguments.out / f"{name}.json").write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+        for row in table:
+            print(row)
+
+
+if __name__ == "__main__":
+    main()
