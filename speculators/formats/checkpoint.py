@@ -332,7 +332,7 @@ def save_checkpoint(
             if faults:
                 raise error_of(faults, directory)
         _move_into_place(staging, target, text)
-    except (OSError, SafetensorError, RuntimeError) as error:
+    except (OSError, SafetensorError) as error:
         text = f"{directory}: the checkpoint could not be written: {error}; free space or choose another place"
         raise SpeculatorsError(text) from error
     finally:
