@@ -138,7 +138,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     bare_seconds, local_seconds = (statistics.median(one[place] for one in forwards) for place in (0, 1))
     computed, written = (statistics.median(one[place] for one in writings) for place in (0, 1))
     report: dict[str, Any] = {
-        "verifier": arguments.verifier,
+        "verifier": Path(arguments.verifier).name,
         "rows": len(data),
         "tokens": tokens,
         "layers": list(identity.layer_ids),

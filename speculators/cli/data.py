@@ -51,7 +51,8 @@ _DESCRIBED = {
 }
 
 
-def _json_object(text: str | None, option: str) -> dict[str, Any]:
+def json_object(text: str | None, option: str) -> dict[str, Any]:
+    """The value of an option that is a JSON object; empty where it is not given."""
     if text is None:
         return {}
     try:
@@ -113,8 +114,8 @@ def regenerate_responses(
         seed=seed,
         store_token_ids=store_token_ids,
         limit=limit,
-        sampling=_json_object(sampling_params, "--sampling-params"),
-        template_options=_json_object(chat_template_kwargs, "--chat-template-kwargs"),
+        sampling=json_object(sampling_params, "--sampling-params"),
+        template_options=json_object(chat_template_kwargs, "--chat-template-kwargs"),
         skip_bad_rows=skip_bad_rows,
     )
     if endpoint:
@@ -179,7 +180,7 @@ def prepare_data(
     options = PrepareOptions(
         max_length=seq_length,
         turns="last" if last_turn_only else "all",
-        template_options=_json_object(chat_template_kwargs, "--chat-template-kwargs"),
+        template_options=json_object(chat_template_kwargs, "--chat-template-kwargs"),
         limit=max_samples,
         minimum_valid_tokens=minimum_valid_tokens,
         max_row_bytes=max_row_bytes,

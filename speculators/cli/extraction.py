@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from speculators.cli.data import TrustOption
+from speculators.cli.data import TrustOption, json_object
 from speculators.cli.report import say
 
 if TYPE_CHECKING:
@@ -37,6 +37,9 @@ ConcurrencyOption = Annotated[int, typer.Option("--concurrency", min=1, help="Re
 VllmOption = Annotated[
     Path | None, typer.Option("--vllm-python", help="The Python that has vLLM (source vllm), else this one.")
 ]
+VllmKeywordsOption = Annotated[
+    str | None, typer.Option("--vllm-keywords", help='Of its LLM, as JSON: {"tensor_parallel_size": 4}.')
+]
 FilesOption = Annotated[Path | None, typer.Option("--files", help="A folder of per-request files (source files).")]
 FileLayersOption = Annotated[
     str | None, typer.Option("--file-layers", help="The files' layers, where they do not say (stock vLLM's).")
@@ -61,6 +64,7 @@ def extract(
     served_model: ServedOption = None,
     concurrency: ConcurrencyOption = 16,
     vllm_python: VllmOption = None,
+    vllm_keywords: VllmKeywordsOption = None,
     files: FilesOption = None,
     file_layers: FileLayersOption = None,
     seq_length: LengthOption = 2048,
@@ -95,7 +99,7 @@ def extract(
     options = ExtractOptions(
         source=cast(SourceName, source),
         server=_servers(endpoint, served_model, concurrency, stated),
-        vllm=VllmOptions(python=vllm_python),
+        vllm=VllmOptions(python=vllm_python, keywords=json_object(vllm_keywords, "--vllm-keywords")),
         files=files,
         file_layer_ids=stated,
         skip_failed=skip_failed,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -35,7 +36,10 @@ PROCESS = "speculators.extract.vllm_process"
 # One generated token, and one that vLLM wants to be free or it captures nothing.
 HEADROOM = 2
 _BATCHED_TOKENS = 4096
-_LAST_LINES = 12
+_LAST_LINES, _FIRST_ERRORS = 12, 3
+_NAMED_ERROR = re.compile(r"\b\w+(Error|Exception): ")
+# Gibibytes for keys and values on a CPU, where vLLM else wants nearly all of the memory, which the files need too.
+_CPU_CACHE = "4"
 _POLL_SECONDS = 0.5
 _CHOSEN_HERE = frozenset({"model", "speculative_config", "kv_transfer_config", "enable_chunked_prefill"})
 
@@ -188,8 +192,13 @@ class VllmSource:
             answer: dict[str, Any] = json.loads(line)
             return answer
         code = engine.process.wait()
-        said = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:]
-        raise ServerError(f"vLLM ended with code {code}; it said last:\n" + "\n".join(said))
+        raise ServerError(f"vLLM ended with code {code}; it said:\n" + "\n".join(self._said()))
+
+    def _said(self) -> list[str]:
+        """The errors that vLLM's processes named, the first of which is the cause, and what came last."""
+        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
+        named = [line for line in lines[:-_LAST_LINES] if _NAMED_ERROR.search(line)]
+        return [*dict.fromkeys(named[:_FIRST_ERRORS]), *lines[-_LAST_LINES:]]
 
     @property
     def _log(self) -> Path:
@@ -199,6 +208,7 @@ class VllmSource:
         python = self._options.python or Path(sys.executable)
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
         environment["PYTHONPATH"] = str(ROOT)
+        environment.setdefault("VLLM_CPU_KVCACHE_SPACE", _CPU_CACHE)
         reading, writing = os.pipe()
         try:
             with self._log.open("wb") as log:

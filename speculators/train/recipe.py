@@ -95,6 +95,7 @@ class ExtractConfig(Section):
     served_model: str | None = Field(default=None, description="what the servers call the verifier, else the first")
     concurrency: int = Field(default=16, ge=1, description="requests at a time, to all servers")
     vllm_python: str | None = Field(default=None, description="the Python that has vLLM (source vllm), else this one")
+    vllm_keywords: dict[str, Any] = Field(default_factory=dict, description="of vLLM's LLM: tensor_parallel_size ...")
     files: str | None = Field(default=None, description="the folder of per-request files (source files)")
     file_layer_ids: tuple[int, ...] | None = Field(default=None, description="the layers of files that do not say")
     skip_failed: bool = Field(default=False, description="leave out rows that no states can be had for")
@@ -119,11 +120,12 @@ class ExtractConfig(Section):
             server = ServerOptions(
                 self.endpoints, self.served_model, concurrency=self.concurrency, server_layer_ids=self.file_layer_ids
             )
+        python = None if self.vllm_python is None else Path(self.vllm_python)
         try:
             return ExtractOptions(
                 source=self.source,
                 server=server,
-                vllm=VllmOptions(python=None if self.vllm_python is None else Path(self.vllm_python)),
+                vllm=VllmOptions(python=python, keywords=self.vllm_keywords),
                 files=None if self.files is None else Path(self.files),
                 file_layer_ids=self.file_layer_ids,
                 skip_failed=self.skip_failed,

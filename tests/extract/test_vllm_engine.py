@@ -58,13 +58,27 @@ def test_rows_without_headroom_are_faults_and_start_no_engine(tmp_path) -> None:
 
 def test_a_python_without_vllm_says_so(tmp_path) -> None:
     for python, message in [
-        (Path(sys.executable), "ended with code 1; it said last:(.|\n)*No module named 'vllm'"),
+        (Path(sys.executable), "ended with code 1; it said:(.|\n)*No module named 'vllm'"),
         (tmp_path / "none", "cannot be started with .*No such file"),
     ]:
         options = VllmOptions(python=python, folder=tmp_path)
         with VllmSource("V", (0,), 8, options) as source, pytest.raises(ServerError, match=message):
             source.states([torch.arange(4)], ignore)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_cause_is_told_however_much_follows_it(tmp_path) -> None:
+    """vLLM's processes die one of the other, and the first says why."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho '(worker) ValueError: too little memory'\nseq 100\nexit 3\n")
+    python.chmod(0o755)
+    options = VllmOptions(python=python, folder=tmp_path)
+    with VllmSource("V", (0,), 8, options) as source, pytest.raises(ServerError) as told:
+        source.states([torch.arange(4)], ignore)
+    said = str(told.value).splitlines()
+    assert said[:2] == ["vLLM ended with code 3; it said:", "(worker) ValueError: too little memory"]
+    assert said[-1] == "100"
+    assert len(said) < 20
 
 
 def test_extraction_with_vllm_asks_the_python_it_is_told(tiny_verifier, tmp_path) -> None:

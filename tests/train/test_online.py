@@ -86,6 +86,7 @@ def test_sources_that_lack_something_are_refused_by_name() -> None:
         ({"source": "files"}, "source files needs the folder"),
         ({"online": True, "skip_failed": True}, "skip_failed cannot be had with online"),
         ({"aux_dtype": "int4"}, "aux_dtype"),
+        ({"source": "vllm", "vllm_keywords": {"model": "x"}}, "model cannot be given"),
     ):
         with pytest.raises(ValidationError, match=message):
             ExtractConfig(**how)
