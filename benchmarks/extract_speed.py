@@ -33,6 +33,7 @@ from speculators.extract.prepared import PreparedData
 from speculators.extract.run import PrepareOptions, prepare
 from speculators.extract.store import StoreIdentity, StoreWriter
 from speculators.extract.vllm_engine import VllmOptions, VllmSource
+from speculators.formats.files import write_text
 from speculators.runtime.verifier import Verifier
 
 
@@ -193,8 +194,7 @@ def main() -> None:
     text = json.dumps(report, indent=2)
     print(text)
     if arguments.json is not None:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(text + "\n", encoding="utf-8")
+        write_text(arguments.json, text + "\n")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from speculators.extract.store import HiddenStatesStore, StoreWriter
+from speculators.formats.files import write_text
 from speculators.models.hardware import multiplies_bfloat16
 from speculators.runtime.verifier import default_device
 from speculators.train.overrides import apply_overrides
@@ -88,8 +89,7 @@ def main() -> None:
     text = json.dumps(measure(arguments), indent=2)
     print(text)
     if arguments.json is not None:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(text + "\n", encoding="utf-8")
+        write_text(arguments.json, text + "\n")
 
 
 if __name__ == "__main__":

@@ -1,39 +1,19 @@
-"""DFlash: blocks of four, the anchor and three drafts, filled in one pass.
+"""DFlash for SmolLM2-135M-Instruct: blocks of four, the anchor and three drafts, filled in one pass.
 
     accelerate launch recipes/dflash_smollm2_cpu.py [stage ...] [key=value ...] [--plan]
 
-For SmolLM2-135M-Instruct on two CPU cores, on the conversations of the EAGLE-3 recipe.
+On two CPU cores; data, schedule and evaluation are those of `hour_recipe`, as for all families.
 """
-
-from pathlib import Path
 
 from speculators.models.dflash.draft import DFlashDraft
 from speculators.models.dflash.objective import DFlashObjective
-from speculators.train.config import TrainConfig
-from speculators.train.recipe import DataConfig, EvaluateConfig, Recipe, run
+from speculators.train.quickstart import hour_recipe
+from speculators.train.recipe import run
 
-DATA = Path(__file__).resolve().parent / "data"
-
-RECIPE = Recipe(
-    name="dflash_smollm2_cpu",
-    verifier="smollm2",
+RECIPE = hour_recipe(
+    DFlashDraft(draft_vocab_size=8192, num_layers=2, block_size=4),
+    DFlashObjective(),
     family="dflash",
-    draft=DFlashDraft(draft_vocab_size=8192, num_layers=2, block_size=4),
-    objective=DFlashObjective(),
-    data=DataConfig(train=(str(DATA / "conversations-train.jsonl.xz"),), max_length=1024, validation_rows=64),
-    train=TrainConfig(
-        epochs=3,
-        row_length=1024,
-        optimizer="muon",
-        learning_rate=2e-3,
-        warmup_ratio=0.03,
-        measure_prompts=16,
-        measure_tokens=64,
-        checkpoint_every=200,
-    ),
-    evaluate=EvaluateConfig(
-        data={"heldout": str(DATA / "prompts-heldout.jsonl")}, limit=80, max_num_seqs=16, dtype="float32"
-    ),
 )
 
 if __name__ == "__main__":

@@ -1,39 +1,19 @@
-"""Medusa: three heads on the verifier's last state.
+"""Medusa for SmolLM2-135M-Instruct: three heads on the verifier's last state.
 
     accelerate launch recipes/medusa_smollm2_cpu.py [stage ...] [key=value ...] [--plan]
 
-For SmolLM2-135M-Instruct on two CPU cores, on the conversations of the EAGLE-3 recipe.
+On two CPU cores; data, schedule and evaluation are those of `hour_recipe`, as for all families.
 """
-
-from pathlib import Path
 
 from speculators.models.medusa.draft import MedusaDraft
 from speculators.models.medusa.objective import MedusaObjective
-from speculators.train.config import TrainConfig
-from speculators.train.recipe import DataConfig, EvaluateConfig, Recipe, run
+from speculators.train.quickstart import hour_recipe
+from speculators.train.recipe import run
 
-DATA = Path(__file__).resolve().parent / "data"
-
-RECIPE = Recipe(
-    name="medusa_smollm2_cpu",
-    verifier="smollm2",
+RECIPE = hour_recipe(
+    MedusaDraft(num_heads=3, draft_vocab_size=8192),
+    MedusaObjective(),
     family="medusa",
-    draft=MedusaDraft(num_heads=3, draft_vocab_size=8192),
-    objective=MedusaObjective(),
-    data=DataConfig(train=(str(DATA / "conversations-train.jsonl.xz"),), max_length=1024, validation_rows=64),
-    train=TrainConfig(
-        epochs=3,
-        row_length=1024,
-        optimizer="muon",
-        learning_rate=2e-3,
-        warmup_ratio=0.03,
-        measure_prompts=16,
-        measure_tokens=64,
-        checkpoint_every=200,
-    ),
-    evaluate=EvaluateConfig(
-        data={"heldout": str(DATA / "prompts-heldout.jsonl")}, limit=80, max_num_seqs=16, dtype="float32"
-    ),
 )
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""The recipe behind `speculators quickstart`: SmolLM2 and the shipped conversations, in minutes on two CPU cores."""
+"""Recipes for SmolLM2 and the shipped conversations on two CPU cores: minutes of one field, or an hour of all."""
 
 from pathlib import Path
 
 from speculators.models import DEFAULT_FAMILY
+from speculators.models.choices import DraftChoices
+from speculators.models.objective import TrainingObjective
 from speculators.train.config import TrainConfig
 from speculators.train.recipe import DataConfig, EvaluateConfig, ExtractConfig, Recipe
 
@@ -56,5 +58,31 @@ def quickstart_recipe(bfloat16: bool) -> Recipe:
             match=FIELD,
             max_new_tokens=96,
             dtype="float32",
+        ),
+    )
+
+
+def hour_recipe(draft: DraftChoices, objective: TrainingObjective, family: str) -> Recipe:
+    """The recipe `<family>_smollm2_cpu`: all conversations, three times."""
+    return Recipe(
+        name=f"{family}_smollm2_cpu",
+        verifier="smollm2",
+        family=family,
+        draft=draft,
+        objective=objective,
+        data=DataConfig(train=(str(shipped_data() / CONVERSATIONS),), max_length=1024, validation_rows=64),
+        train=TrainConfig(
+            epochs=3,
+            row_length=1024,
+            optimizer="muon",
+            learning_rate=2e-3,
+            warmup_ratio=0.03,
+            measure_prompts=16,
+            measure_tokens=64,
+            checkpoint_every=200,
+        ),
+        # Float32: identity is exact there.
+        evaluate=EvaluateConfig(
+            data={"heldout": str(shipped_data() / HELD_OUT)}, limit=80, max_num_seqs=16, dtype="float32"
         ),
     )
