@@ -112,7 +112,13 @@ def step_metrics(
     return {"loss": loss} | by_step | acceptance_metrics(counts)
 
 
+def zero_loss(draft: DraftModel) -> Tensor:
+    """A zero whose gradient by every trained parameter is there, and zero."""
+    return torch.stack([parameter.sum() for parameter in draft.trained_parameters()]).sum() * 0.0
+
+
 def nothing_to_learn(draft: DraftModel, num_steps: int) -> StepOutput:
     """A zero that can be differentiated, and empty counts: of a batch in which no position counts."""
-    zero = torch.stack([parameter.sum() for parameter in draft.trained_parameters()]).sum() * 0.0
-    return StepOutput(zero, step_metrics(Count(0, 0), [0] * num_steps, [0] * num_steps, [[0, 0, 0]] * num_steps))
+    return StepOutput(
+        zero_loss(draft), step_metrics(Count(0, 0), [0] * num_steps, [0] * num_steps, [[0, 0, 0]] * num_steps)
+    )

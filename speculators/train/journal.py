@@ -3,7 +3,7 @@
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,7 @@ class Journal:
             return
         if not self._leads:
             yield together
-            while (found := _read(marker)).get("inputs") != digest or not found.get("complete"):
-                time.sleep(_LOOK_SECONDS)
+            wait_until(lambda: (found := _read(marker)).get("inputs") == digest and bool(found.get("complete")))
             return
         spent = before.get("seconds", 0.0) if same and not before.get("complete") else 0.0
         started = time.monotonic()
@@ -64,6 +63,12 @@ class Journal:
 
     def _write_timings(self) -> None:
         _write(self.directory / "timings.json", self.timings())
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    """Wait for what another process does."""
+    while not done():
+        time.sleep(_LOOK_SECONDS)
 
 
 def file_digest(path: Path) -> str:

@@ -3,7 +3,7 @@
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
@@ -119,8 +119,7 @@ class TrainingRun:
         self.checkpoints = self._checkpoint_folder(directory)
         self.draft = self._prepared_draft()
         self.parameters = trained_parameters(self.draft)
-        named = [(name, parameter) for name, parameter in self.draft.named_parameters() if parameter.requires_grad]
-        self.optimizers = build_optimizers(named, config, task.draft.vocabulary_tables())
+        self.optimizers = build_optimizers(self.draft.named_parameters(), config, task.draft.vocabulary_tables())
         self.rows = PackedRows(task.samples, config.row_length, seed=config.seed, window=config.pack_window)
         self.validation: PackedRows | None = None
         if task.validation is not None and len(task.validation):
@@ -185,13 +184,9 @@ class TrainingRun:
         steps = self._steps_of(self.state.epoch)
         first = self.state.step_in_epoch
         ahead = steps[first : first + self.total_steps - self.state.step]
-        dealt = [deal(passes, self.workers.rank, self.workers.size) for passes in ahead]
-        loaded = self.rows.step_batches(
-            self.state.epoch, [passes for passes, _ in dealt], self.device, prefetch=self.config.prefetch
-        )
-        for (passes, counting), batches in zip(dealt, loaded, strict=True):
+        for passes in self._dealt(self.rows, self.state.epoch, ahead):
             epoch, learning_rate = self.state.epoch, learning_rate_at(self.config, self.state.step, self.total_steps)
-            grad_norm = self._step(_Passes(passes, batches, counting), signals, learning_rate)
+            grad_norm = self._step(passes, signals, learning_rate)
             self.state.step_in_epoch += 1
             ended = self.state.step_in_epoch == len(steps)
             if ended:
@@ -205,6 +200,13 @@ class TrainingRun:
             if self.told_to_stop:
                 report("stopped; the same command goes on from here")
                 raise Stopped(self.told_to_stop)
+
+    def _dealt(self, rows: PackedRows, epoch: int, steps: Sequence[Sequence[list[int]]]) -> Iterator[_Passes]:
+        """This process's passes of each step."""
+        dealt = [deal(passes, self.workers.rank, self.workers.size) for passes in steps]
+        loaded = rows.step_batches(epoch, [mine for mine, _ in dealt], self.device, prefetch=self.config.prefetch)
+        for (mine, counting), batches in zip(dealt, loaded, strict=True):
+            yield _Passes(mine, batches, counting)
 
     def _step(self, passes: _Passes, signals: SignalBox, learning_rate: float) -> float:
         """One optimizer step; returns the gradient norm before clipping."""
@@ -315,13 +317,11 @@ class TrainingRun:
     def _validate(self, rows: PackedRows) -> MetricSums:
         mine = MetricSums()
         steps = rows.steps(0, self.config.rows_per_step, self.workers.size)
-        dealt = [deal(passes, self.workers.rank, self.workers.size) for passes in steps]
-        loaded = rows.step_batches(0, [passes for passes, _ in dealt], self.device, prefetch=self.config.prefetch)
-        for (passes, counting), batches in zip(dealt, loaded, strict=True):
-            torch.manual_seed(pass_seed(self.config.seed, "validation", passes[0]))
+        for passes in self._dealt(rows, 0, steps):
+            torch.manual_seed(pass_seed(self.config.seed, "validation", passes.rows[0]))
             with self._autocast():
-                _, metrics = self.module(batches[0])
-            if counting:
+                _, metrics = self.module(passes.batches[0])
+            if passes.counting:
                 mine.add(metrics)
         sums = MetricSums()
         for counts in self.workers.gather(mine.counts):

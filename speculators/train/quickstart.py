@@ -41,16 +41,7 @@ def quickstart_recipe(bfloat16: bool) -> Recipe:
             validation_rows=16,
         ),
         extract=ExtractConfig(batch_tokens=2048),
-        train=TrainConfig(
-            epochs=2,
-            row_length=1024,
-            optimizer="muon",
-            learning_rate=2e-3,
-            warmup_ratio=0.03,
-            measure_prompts=4,
-            measure_tokens=48,
-            checkpoint_every=200,
-        ),
+        train=_training(epochs=2, measure_prompts=4, measure_tokens=48),
         # Float32: identity is exact there.
         evaluate=EvaluateConfig(
             data={"heldout": str(shipped_data() / HELD_OUT)},
@@ -71,18 +62,22 @@ def hour_recipe(draft: DraftChoices, objective: TrainingObjective, family: str) 
         draft=draft,
         objective=objective,
         data=DataConfig(train=(str(shipped_data() / CONVERSATIONS),), max_length=1024, validation_rows=64),
-        train=TrainConfig(
-            epochs=3,
-            row_length=1024,
-            optimizer="muon",
-            learning_rate=2e-3,
-            warmup_ratio=0.03,
-            measure_prompts=16,
-            measure_tokens=64,
-            checkpoint_every=200,
-        ),
+        train=_training(epochs=3, measure_prompts=16, measure_tokens=64),
         # Float32: identity is exact there.
         evaluate=EvaluateConfig(
             data={"heldout": str(shipped_data() / HELD_OUT)}, limit=80, max_num_seqs=16, dtype="float32"
         ),
+    )
+
+
+def _training(epochs: int, measure_prompts: int, measure_tokens: int) -> TrainConfig:
+    return TrainConfig(
+        epochs=epochs,
+        row_length=1024,
+        optimizer="muon",
+        learning_rate=2e-3,
+        warmup_ratio=0.03,
+        measure_prompts=measure_prompts,
+        measure_tokens=measure_tokens,
+        checkpoint_every=200,
     )

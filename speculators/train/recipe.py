@@ -106,7 +106,10 @@ class ExtractConfig(Section):
 
     @model_validator(mode="after")
     def _source_is_complete(self) -> Self:
-        self.options()
+        try:
+            self.options()
+        except UsageError as error:
+            raise ValueError(str(error)) from error
         if self.online and self.skip_failed and self.source != "files":
             raise ValueError(
                 "skip_failed cannot be had with online: which rows have no states is known when they are trained on"
@@ -121,21 +124,18 @@ class ExtractConfig(Section):
                 self.endpoints, self.served_model, concurrency=self.concurrency, server_layer_ids=self.file_layer_ids
             )
         python = None if self.vllm_python is None else Path(self.vllm_python)
-        try:
-            return ExtractOptions(
-                source=self.source,
-                server=server,
-                vllm=VllmOptions(python=python, keywords=self.vllm_keywords),
-                files=None if self.files is None else Path(self.files),
-                file_layer_ids=self.file_layer_ids,
-                skip_failed=self.skip_failed,
-                dtype=self.dtype,
-                store_dtype=self.store_dtype,
-                aux_dtype=self.aux_dtype,
-                batch_tokens=self.batch_tokens,
-            )
-        except UsageError as error:
-            raise ValueError(str(error)) from error
+        return ExtractOptions(
+            source=self.source,
+            server=server,
+            vllm=VllmOptions(python=python, keywords=self.vllm_keywords),
+            files=None if self.files is None else Path(self.files),
+            file_layer_ids=self.file_layer_ids,
+            skip_failed=self.skip_failed,
+            dtype=self.dtype,
+            store_dtype=self.store_dtype,
+            aux_dtype=self.aux_dtype,
+            batch_tokens=self.batch_tokens,
+        )
 
 
 class EvaluateConfig(Section):

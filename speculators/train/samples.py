@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from speculators.errors import StoreError
@@ -14,7 +12,7 @@ from speculators.extract.manifest import Manifest, StoreIdentity
 from speculators.extract.online import OnlineSamples
 from speculators.extract.prepared import PreparedData
 from speculators.extract.run import store_identity
-from speculators.extract.sourcing import launched_device, open_source
+from speculators.extract.sourcing import open_source
 from speculators.extract.store import HiddenStatesStore
 from speculators.models.draft_model import SampleSource
 
@@ -27,12 +25,11 @@ def samples_identity(run: Run) -> StoreIdentity:
     if not run.recipe.extract.online:
         return Manifest.read(run.outputs.states).identity
     data, layers = PreparedData(run.outputs.prepared), run.speculator_config.aux_layer_ids
-    return store_identity(run.verifier, data, layers, run.recipe.extract.options())
+    return store_identity(run.verifier, data, layers, run.extract_options)
 
 
-def origin(run: Run) -> dict[str, Any]:
-    """What tells the samples that a run trains on from others (JSON)."""
-    identity = samples_identity(run)
+def origin(run: Run, identity: StoreIdentity) -> dict[str, Any]:
+    """What tells the samples that a run trains on, whose `samples_identity` is given, from others (JSON)."""
     return {
         "verifier": identity.verifier_fingerprint,
         "rows": identity.rows_hash,
@@ -44,15 +41,14 @@ def origin(run: Run) -> dict[str, Any]:
 
 
 @contextmanager
-def open_samples(run: Run) -> Iterator[SampleSource]:
+def open_samples(run: Run, identity: StoreIdentity) -> Iterator[SampleSource]:
     """The samples that a run trains on; a source that makes them is open as long as the context."""
     layers = run.speculator_config.aux_layer_ids
     if not run.recipe.extract.online:
         yield HiddenStatesStore.open(run.outputs.states, aux_layer_ids=layers)
         return
-    data, identity, options = PreparedData(run.outputs.prepared), samples_identity(run), run.recipe.extract.options()
+    data, options = PreparedData(run.outputs.prepared), run.extract_options
     with ExitStack() as opened:
-        options = replace(options, device=launched_device(os.environ))
         source = open_source(run.verifier, data, identity, options, opened, progress=run.progress)
         rows = _rows_with_files(source, data, options.skip_failed) if isinstance(source, FolderSource) else None
         yield OnlineSamples(source, data, identity, layers, rows=rows)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,14 +21,14 @@ from speculators.extract.manifest import MANIFEST, Manifest
 from speculators.extract.prepared import DRAFT_VOCAB, PreparedData, read_draft_vocab
 from speculators.extract.regenerate import RegenerateOptions
 from speculators.extract.sources import Source
-from speculators.extract.sourcing import launched_device, launched_share
+from speculators.extract.sourcing import ExtractOptions, launched_device, launched_share
 from speculators.extract.store import WorkShare
 from speculators.formats.card import write_card
 from speculators.formats.config import SpeculatorConfig
 from speculators.formats.files import write_text
 from speculators.formats.hub import is_local, resolve
 from speculators.formats.verifier_weights import load_verifier_weights
-from speculators.models.draft_model import DraftModel
+from speculators.models.draft_model import DraftModel, SampleSource
 from speculators.models.family import VerifierShape
 from speculators.models.losses import VerifierHead
 from speculators.models.speculator import Speculator
@@ -40,10 +39,10 @@ from speculators.runtime.llm import LLM
 from speculators.runtime.sampling import SamplingParams
 from speculators.runtime.verifier import Verifier
 from speculators.train.dataset import Rows, split_rows
-from speculators.train.journal import Journal, file_digest
+from speculators.train.journal import Journal, file_digest, wait_until
 from speculators.train.loop import TrainingTask, TrainResult, train
 from speculators.train.metrics import draw_curves
-from speculators.train.samples import open_samples, origin
+from speculators.train.samples import open_samples, origin, samples_identity
 from speculators.train.threads import cpu_threads, usable_cores
 
 if TYPE_CHECKING:
@@ -165,6 +164,11 @@ class Run:
         return None if config.num_draft_ids == config.verifier_vocab_size else config.num_draft_ids
 
     @property
+    def extract_options(self) -> ExtractOptions:
+        """How this process gets hidden states."""
+        return replace(self.recipe.extract.options(), device=launched_device(os.environ))
+
+    @property
     def conversations(self) -> list[Source]:
         """What the rows are made of."""
         if self.recipe.regenerate.prompts:
@@ -235,6 +239,10 @@ def _digests(source: Source) -> list[Any]:
     return found if source.weight == 1 else [*found, source.weight]
 
 
+# What makes no other states.
+_HOW_TO_ASK = {"online", "endpoints", "served_model", "concurrency", "vllm_python"}
+
+
 def extract(run: Run) -> bool:
     """Rows to the verifier's hidden states, unless they are made while training."""
     options, layers = run.recipe.extract, run.speculator_config.aux_layer_ids
@@ -253,59 +261,47 @@ def extract(run: Run) -> bool:
             alone = options.source == "vllm"
             if run.leads or not alone:
                 share = WorkShare() if alone else run.share
-                how = replace(options.options(), share=share, device=launched_device(os.environ))
+                how = replace(run.extract_options, share=share)
                 extraction.extract_share(run.verifier, where.prepared, where.states, layers, how, progress=run.progress)
-            _await_store(where.states)
+            # Others may still be at their shares.
+            wait_until(lambda: (where.states / MANIFEST).is_file() and Manifest.read(where.states).is_complete)
     return due
-
-
-def _await_store(directory: Path) -> None:
-    """Wait until other processes have written their shares."""
-    while not (directory / MANIFEST).is_file() or not Manifest.read(directory).is_complete:
-        time.sleep(_LOOK_SECONDS)
-
-
-_LOOK_SECONDS = 0.5
-
-
-# What makes no other states.
-_HOW_TO_ASK = {"online", "endpoints", "served_model", "concurrency", "vllm_python"}
 
 
 def train_draft(run: Run) -> bool:
     """Hidden states to a speculator: the best checkpoint by acceptance length."""
-    recipe, outputs, config = run.recipe, run.outputs, run.speculator_config
+    recipe, outputs, config, identity = run.recipe, run.outputs, run.speculator_config, samples_identity(run)
     settings = {
         "speculator": config.to_json(),
         "objective": recipe.objective.model_dump(mode="json"),
-        "store": origin(run),
+        "store": origin(run, identity),
         "validation_rows": recipe.data.validation_rows,
     }
     inputs = {**settings, "train": recipe.train.model_dump(mode="json")}
     with run.journal.stage("train", inputs, [outputs.speculator, outputs.training], together=True) as due:
         if due:
-            _train(run, config, settings)
+            with open_samples(run, identity) as samples:
+                _train(run, samples, settings)
     return due
 
 
-def _train(run: Run, config: SpeculatorConfig, settings: dict[str, Any]) -> None:
-    recipe, outputs = run.recipe, run.outputs
-    with open_samples(run) as samples:
-        training, validation = split_rows(samples, recipe.data.validation_rows, seed=recipe.train.seed)
-        weights = load_verifier_weights(resolve(run.verifier))
-        vocab = None if run.draft_vocab_size is None else read_draft_vocab(outputs.prepared / DRAFT_VOCAB)
-        speculator = Speculator.create(config, weights, vocab, seed=recipe.train.seed)
-        objective: Any = recipe.objective
-        task = TrainingTask(
-            draft=speculator.draft,
-            objective=objective,
-            verifier_head=VerifierHead.from_weights(weights),
-            samples=training,
-            validation=validation,
-            measure=_measurement(run, config, validation),
-            settings=settings,
-        )
-        result = train(task, recipe.train, outputs.out, show_progress=run.progress)
+def _train(run: Run, samples: SampleSource, settings: dict[str, Any]) -> None:
+    recipe, outputs, config = run.recipe, run.outputs, run.speculator_config
+    training, validation = split_rows(samples, recipe.data.validation_rows, seed=recipe.train.seed)
+    weights = load_verifier_weights(resolve(run.verifier))
+    vocab = None if run.draft_vocab_size is None else read_draft_vocab(outputs.prepared / DRAFT_VOCAB)
+    speculator = Speculator.create(config, weights, vocab, seed=recipe.train.seed)
+    objective: Any = recipe.objective
+    task = TrainingTask(
+        draft=speculator.draft,
+        objective=objective,
+        verifier_head=VerifierHead.from_weights(weights),
+        samples=training,
+        validation=validation,
+        measure=_measurement(run, config, validation),
+        settings=settings,
+    )
+    result = train(task, recipe.train, outputs.out, show_progress=run.progress)
     if run.leads:
         speculator.save_pretrained(outputs.speculator)
         draw_curves(outputs.out / "metrics.jsonl", outputs.out / "curves.png")

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from speculators.models.draft_model import DraftModel, Objective, PackedBatch
 from speculators.models.family import Count
 from speculators.models.losses import VerifierHead
+from speculators.models.supervision import zero_loss
 from speculators.train.config import Strategy
 from speculators.train.launching import launched_strategy, require_honoured
 from speculators.train.resume import trained_parameters
@@ -42,8 +43,7 @@ class StepModule(nn.Module):
         if output.metrics["loss"].count:
             return output.loss, output.metrics
         # Nothing counts; processes exchange gradients of every parameter all the same.
-        zero = torch.stack([parameter.sum() for parameter in self.draft.trained_parameters()]).sum() * 0.0
-        return zero, output.metrics
+        return zero_loss(self.draft), output.metrics
 
 
 class Workers:
@@ -60,15 +60,15 @@ class Workers:
             mixed_precision="no",
             kwargs_handlers=[InitProcessGroupKwargs(timeout=_PATIENCE)],
         )
-        self.rank, self.size = self.accelerator.process_index, self.accelerator.num_processes
+        self.rank: int = self.accelerator.process_index
+        self.size: int = self.accelerator.num_processes
         self.device: torch.device = self.accelerator.device
         self.shards = self.size > 1 and launched_strategy(strategy, environment) == "fsdp2"
 
     @property
     def leads(self) -> bool:
         """Whether this is the process that decodes, logs and writes."""
-        leading: bool = self.rank == 0
-        return leading
+        return self.rank == 0
 
     def gather(self, value: Told) -> list[Told]:
         """What every process tells, by rank; a collective."""

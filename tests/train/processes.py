@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -169,15 +169,8 @@ def resumption(verifier: Path, scratch: Path) -> list[dict[str, Any]]:
     ):
         folder = scratch / name.replace(" ", "-").replace(",", "")
         straight = Job(str(folder / "straight"), strategy=strategy, max_steps=6, accumulation=2 // before)
-        stopped = Job(
-            str(folder / "stopped"),
-            strategy=strategy,
-            max_steps=6,
-            accumulation=2 // before,
-            stop_step=3,
-            stop_rank=before - 1,
-        )
-        resumed = Job(stopped.out, strategy=strategy, max_steps=6, accumulation=2 // after)
+        stopped = replace(straight, out=str(folder / "stopped"), stop_step=3, stop_rank=before - 1)
+        resumed = replace(straight, out=stopped.out, accumulation=2 // after)
         start([straight, stopped], before, verifier, scratch)
         code, kept = end(stopped)["code"], sorted(path.name for path in (folder / "stopped/checkpoints").glob("step-*"))
         start([resumed], after, verifier, scratch)
