@@ -1,9 +1,9 @@
-"""Local extraction beside the bare forward it cannot do without: same rows, same batches, same process, turn by turn.
+"""Local extraction beside the bare forward: same rows, same process, same threads, turn by turn.
 
 Three ratios, each above 1 where this project is faster:
 
-* `local_over_bare`: states of the layers computed by the verifier in process, against transformers' own forward of the
-  same padded batches without a head (SDPA, no cache, nothing kept);
+* `local_over_bare`: states of the layers computed by the verifier in process, against transformers' own forward without
+  a head over padded batches of like size and length (SDPA, no cache, nothing kept);
 * `written_over_computed`: the whole extraction, checks and files included, against the same states thrown away;
 * `local_over_vllm`, with `--vllm-python`: the whole extraction against vLLM's engine with this project's connector, on
   the same rows, from the engine's first row to the last one read here; its start and a warm-up are not counted.
@@ -19,7 +19,8 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from speculators.extract.filling import fill_store
-from speculators.extract.local import LocalSource, batches_by_length
+from speculators.extract.local import LocalSource
 from speculators.extract.prepared import PreparedData
 from speculators.extract.run import PrepareOptions, prepare
 from speculators.extract.store import StoreIdentity, StoreWriter
@@ -56,6 +57,7 @@ class BareForward:
         self._decoder(input_ids=ids.to(self._device), use_cache=False, **options)
 
 
+MAX_PADDING = 0.1
 # Wall time, or the processor's, which other processes disturb less.
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 clock = CLOCKS["wall"]
@@ -70,31 +72,53 @@ def seconds(work: Callable[[], object]) -> float:
     return clock() - start
 
 
-def compare_forwards(
-    bare: BareForward, verifier: Verifier, rows: list[Tensor], batches: list[list[int]], layers: tuple[int, ...]
-) -> tuple[float, float]:
-    """Seconds of the bare forward and of the capture over all batches, alternating within each batch."""
-    spent = [0.0, 0.0]
-    for number, batch in enumerate(batches):
-        tokens = [rows[i].tolist() for i in batch]
-        calls: list[Callable[[], object]] = [
-            lambda batch=batch: bare.run(rows, batch),  # type: ignore[misc]
-            lambda tokens=tokens: verifier.capture(tokens, layers),  # type: ignore[misc]
-        ]
-        for place in (0, 1) if number % 2 else (1, 0):
-            spent[place] += seconds(calls[place])
-    return spent[0], spent[1]
+def in_turn(calls: Sequence[Callable[[], object]], turn: int) -> list[float]:
+    """Seconds of each call; every other turn they run in the opposite order."""
+    order = range(len(calls))[:: -1 if turn % 2 else 1]
+    spent = {place: seconds(calls[place]) for place in order}
+    return [spent[place] for place in range(len(calls))]
 
 
-def compare_writing(
-    source: LocalSource, data: PreparedData, identity: StoreIdentity, folder: Path, shard_bytes: int
-) -> tuple[float, float]:
-    """Seconds to compute all states shard by shard, and to compute, check and write them."""
-    with StoreWriter(folder, identity, data.lengths, shard_bytes=shard_bytes) as writer:
-        shards = [[data[row][0] for row in range(shard.first, shard.last)] for shard in writer.missing]
-        written = seconds(lambda: fill_store(source, data, writer, progress=False))
-    computed = seconds(lambda: [source.states(rows, lambda *_: None) for rows in shards])
-    return computed, written
+def padded_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
+    """Row numbers, longest first, in batches that padding fills to at most `batch_tokens`, a tenth of it at most."""
+    batches: list[list[int]] = []
+    tokens = 0
+    for row in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        size = (len(batches[-1]) + 1) * lengths[batches[-1][0]] if batches else 0
+        if not batches or size > batch_tokens or size - tokens - lengths[row] > MAX_PADDING * size:
+            batches.append([])
+            tokens = 0
+        batches[-1].append(row)
+        tokens += lengths[row]
+    return batches
+
+
+@dataclass(frozen=True)
+class Work:
+    """The rows, as each of those that are compared takes them."""
+
+    rows: list[Tensor]
+    batches: list[list[int]]
+    data: PreparedData
+    identity: StoreIdentity
+
+    @property
+    def padded_tokens(self) -> int:
+        """Tokens of the bare forward's batches, with their padding."""
+        return sum(len(batch) * max(len(self.rows[i]) for i in batch) for batch in self.batches)
+
+    def compare(self, bare: BareForward, source: LocalSource, folder: Path, shard_mib: int, turn: int) -> list[float]:
+        """Seconds of the bare forward, of the states, and of the states computed, checked and written."""
+        with StoreWriter(folder, self.identity, self.data.lengths, shard_bytes=shard_mib * 2**20) as writer:
+            shards = [self.rows[shard.first : shard.last] for shard in writer.missing]
+            return in_turn(
+                (
+                    lambda: [bare.run(self.rows, batch) for batch in self.batches],
+                    lambda: [source.states(some, lambda *_: None) for some in shards],
+                    lambda: fill_store(source, self.data, writer, progress=False),
+                ),
+                turn,
+            )
 
 
 def measure_vllm(arguments: argparse.Namespace, rows: list[Tensor], layers: tuple[int, ...]) -> float:
@@ -110,7 +134,7 @@ def measure_vllm(arguments: argparse.Namespace, rows: list[Tensor], layers: tupl
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All figures of a run: medians over the rounds."""
+    """All figures of a run: medians over the rounds, ratios within each."""
     global clock
     clock = CLOCKS[arguments.clock]
     verifier = Verifier.from_pretrained(arguments.verifier, dtype=arguments.dtype)
@@ -119,51 +143,45 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
         options = PrepareOptions(limit=arguments.rows, max_length=arguments.max_length)
         data = prepare(arguments.verifier, arguments.data, Path(scratch) / "prepared", options, progress=False)
-        rows = [data[row][0] for row in range(len(data))]
-        batches = list(batches_by_length(data.lengths, arguments.batch_tokens))
-        padded = sum(len(batch) * max(data.lengths[i] for i in batch) for batch in batches)
         identity = StoreIdentity(
             arguments.verifier, "0" * 64, tuple(one for one in layers if one < verifier.num_layers),
             verifier.num_layers, verifier.hidden_size, arguments.store_dtype, data.template_hash, data.rows_hash,
         )  # fmt: skip
+        rows = [data[row][0] for row in range(len(data))]
+        work = Work(rows, padded_batches(data.lengths, arguments.batch_tokens), data, identity)
         source = LocalSource(verifier, identity, batch_tokens=arguments.batch_tokens)
-        compare_forwards(bare, verifier, rows, batches[-2:], identity.layer_ids)
-        forwards, writings, by_vllm = [], [], []
+        work.compare(bare, source, Path(scratch) / "warm", arguments.shard_mib, 0)
+        rounds, by_vllm = [], []
         for turn in range(arguments.rounds):
-            forwards.append(compare_forwards(bare, verifier, rows, batches, identity.layer_ids))
-            store = Path(scratch) / f"store{turn}"
-            writings.append(compare_writing(source, data, identity, store, arguments.shard_mib * 2**20))
+            rounds.append(work.compare(bare, source, Path(scratch) / f"store{turn}", arguments.shard_mib, turn))
             if arguments.vllm_python is not None:
                 by_vllm.append(measure_vllm(arguments, rows, identity.layer_ids))
-    tokens = data.num_tokens
-    bare_seconds, local_seconds = (statistics.median(one[place] for one in forwards) for place in (0, 1))
-    computed, written = (statistics.median(one[place] for one in writings) for place in (0, 1))
     report: dict[str, Any] = {
         "verifier": Path(arguments.verifier).name,
         "rows": len(data),
-        "tokens": tokens,
+        "tokens": data.num_tokens,
         "layers": list(identity.layer_ids),
         "dtype": str(verifier.dtype).removeprefix("torch."),
         "store_dtype": arguments.store_dtype,
         "clock": arguments.clock,
         "threads": torch.get_num_threads(),
         "batch_tokens": arguments.batch_tokens,
-        "batches": len(batches),
-        "padding": round(1 - tokens / padded, 4),
-        "bare_tokens_per_second": round(tokens / bare_seconds, 1),
-        "local_tokens_per_second": round(tokens / local_seconds, 1),
-        "written_tokens_per_second": round(tokens / written, 1),
-        "local_over_bare": round(bare_seconds / local_seconds, 3),
-        "written_over_computed": round(computed / written, 3),
-        "local_over_bare_by_round": [round(one / other, 3) for one, other in forwards],
-        "written_over_computed_by_round": [round(one / other, 3) for one, other in writings],
+        "bare_batches": len(work.batches),
+        "bare_padding": round(1 - data.num_tokens / work.padded_tokens, 4),
+    }
+    for place, name in enumerate(("bare", "local", "written")):
+        median = statistics.median(one[place] for one in rounds)
+        report[f"{name}_tokens_per_second"] = round(data.num_tokens / median, 1)
+    ratios = {
+        "local_over_bare": [bare_seconds / local for bare_seconds, local, _ in rounds],
+        "written_over_computed": [local / written for _, local, written in rounds],
     }
     if by_vllm:
-        report["vllm_tokens_per_second"] = round(tokens / statistics.median(by_vllm), 1)
-        report["local_over_vllm"] = round(statistics.median(by_vllm) / written, 3)
-        report["local_over_vllm_by_round"] = [
-            round(one / other[1], 3) for one, other in zip(by_vllm, writings, strict=True)
-        ]
+        report["vllm_tokens_per_second"] = round(data.num_tokens / statistics.median(by_vllm), 1)
+        ratios["local_over_vllm"] = [theirs / ours[2] for theirs, ours in zip(by_vllm, rounds, strict=True)]
+    for name, found in ratios.items():
+        report[name] = round(statistics.median(found), 3)
+        report[f"{name}_by_round"] = [round(one, 3) for one in found]
     return report
 
 
@@ -175,7 +193,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", default="2,15,27,30")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--max-length", type=int, default=1024)
-    parser.add_argument("--batch-tokens", type=int, default=4096)
+    parser.add_argument("--batch-tokens", type=int, default=2048)
     parser.add_argument("--shard-mib", type=int, default=32)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--store-dtype", default="bfloat16")

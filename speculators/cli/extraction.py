@@ -48,7 +48,7 @@ AuxOption = Annotated[
     str | None, typer.Option("--aux-dtype", help="int8 or float8_e4m3fn: quantise all layers but the last.")
 ]
 LengthOption = Annotated[int, typer.Option("--seq-length", min=2, help="Longer conversations are cut.")]
-BatchOption = Annotated[int, typer.Option("--batch-tokens", min=1, help="Tokens of a pass, with padding.")]
+BatchOption = Annotated[int, typer.Option("--batch-tokens", min=1, help="Tokens of a pass.")]
 SkipOption = Annotated[bool, typer.Option("--skip-failed", help="Leave out rows that no states can be had for.")]
 VerifyOption = Annotated[bool, typer.Option("--verify", help="Compare the checksums of a store, and do no more.")]
 
@@ -71,7 +71,7 @@ def extract(
     dtype: Annotated[str, typer.Option("--dtype", help="What the verifier computes in.")] = "auto",
     store_dtype: Annotated[str, typer.Option("--store-dtype", help="bfloat16, float16 or float32.")] = "bfloat16",
     aux_dtype: AuxOption = None,
-    batch_tokens: BatchOption = 4096,
+    batch_tokens: BatchOption = 2048,
     shard_mib: Annotated[int, typer.Option("--shard-mib", min=1, help="Size of a shard.")] = 256,
     skip_failed: SkipOption = False,
     verify: VerifyOption = False,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import torch
 from torch import Tensor
@@ -12,58 +15,89 @@ from speculators.extract.filling import Advance, FillResult, RowFault, fill_stor
 from speculators.extract.manifest import DTYPES, StoreIdentity
 from speculators.extract.prepared import PreparedData
 from speculators.extract.store import StoreWriter
+from speculators.models.memory import keep_freed_memory
 from speculators.runtime.verifier import Verifier
 
-MAX_PADDING = 0.1
+_MAX_PASSES = 8  # at a time: beyond that, memory for activations grows and cores share a pass well
 
 
 class LocalSource:
-    """Runs the verifier over rows; those of like length share a pass of at most `batch_tokens` tokens, with padding.
+    """Runs the verifier over rows; those of like length share a pass of at most `batch_tokens` tokens.
 
-    A longer row has a pass of its own. States are computed in the verifier's dtype and rounded to the store's.
+    A longer row has a pass of its own. States are computed in the verifier's dtype and rounded to the store's. On a CPU
+    the process keeps the memory that tensors free, for good.
     """
 
-    def __init__(self, verifier: Verifier, identity: StoreIdentity, *, batch_tokens: int = 4096) -> None:
+    def __init__(self, verifier: Verifier, identity: StoreIdentity, *, batch_tokens: int = 2048) -> None:
         if batch_tokens < 1:
             raise StoreError(f"batch_tokens is {batch_tokens}, expected 1 or more")
+        if verifier.device.type == "cpu":
+            keep_freed_memory()
         self._verifier, self._batch_tokens = verifier, batch_tokens
         self._layer_ids, self._dtype = identity.layer_ids, DTYPES[identity.dtype]
 
     def states(self, rows: Sequence[Tensor], advance: Advance) -> list[Tensor | RowFault]:
         """States of each row, on the CPU."""
         found: list[Tensor | RowFault] = [torch.empty(0)] * len(rows)
-        for batch in batches_by_length([len(row) for row in rows], self._batch_tokens):
-            captured = self._verifier.capture([rows[i].tolist() for i in batch], self._layer_ids)
-            for i, states_TLH in zip(batch, captured, strict=True):
-                found[i] = states_TLH.to("cpu", self._dtype, copy=True)
-            advance(len(batch), sum(len(rows[i]) for i in batch))
+        workers = self._workers()
+        batches = batches_by_length([len(row) for row in rows], self._batch_tokens, workers=workers)
+        with closing(self._captured(rows, batches, workers)) as passes:
+            for batch, captured in zip(batches, passes, strict=True):
+                for i, states_TLH in zip(batch, captured, strict=True):
+                    found[i] = states_TLH
+                advance(len(batch), sum(len(rows[i]) for i in batch))
         return found
+
+    def _workers(self) -> int:
+        """Passes at a time: on a CPU each core has one of its own, and waits for no other core."""
+        apart = self._verifier.device.type == "cpu" and self._verifier.reentrant
+        return min(torch.get_num_threads(), _MAX_PASSES) if apart else 1
+
+    def _captured(
+        self, rows: Sequence[Tensor], batches: Sequence[Sequence[int]], workers: int
+    ) -> Generator[list[Tensor], None, None]:
+        """The states of each batch, in order."""
+
+        def capture(batch: Sequence[int]) -> list[Tensor]:
+            captured = self._verifier.capture([rows[i].tolist() for i in batch], self._layer_ids)
+            return [states_TLH.to("cpu", self._dtype, copy=True) for states_TLH in captured]
+
+        if workers == 1 or len(batches) == 1:
+            yield from map(capture, batches)
+            return
+        cores = torch.get_num_threads()
+        pool = ThreadPoolExecutor(workers, "extract", torch.set_num_threads, (cores // workers,))
+        try:
+            yield from pool.map(capture, batches)
+        finally:
+            pool.shutdown(cancel_futures=True)
+            torch.set_num_threads(cores)  # what a worker sets holds for some libraries everywhere
 
 
 def extract_rows(
-    verifier: Verifier, prepared: PreparedData, writer: StoreWriter, *, batch_tokens: int = 4096, progress: bool = True
+    verifier: Verifier, prepared: PreparedData, writer: StoreWriter, *, batch_tokens: int = 2048, progress: bool = True
 ) -> FillResult:
     """Run the verifier over all rows whose shard is missing, and write them shard by shard."""
     source = LocalSource(verifier, writer.identity, batch_tokens=batch_tokens)
     return fill_store(source, prepared, writer, progress=progress)
 
 
-def batches_by_length(
-    lengths: Sequence[int], batch_tokens: int, *, max_padding: float = MAX_PADDING
-) -> Iterator[list[int]]:
-    """Yield row numbers, longest rows first, in batches of at most `batch_tokens` tokens, padding included.
+def batches_by_length(lengths: Sequence[int], batch_tokens: int, *, workers: int = 1) -> list[list[int]]:
+    """Row numbers, longest rows first, in batches of at most `batch_tokens` tokens, or of one longer row.
 
-    At most `max_padding` of a batch's tokens are padding.
+    Batches are of like size, and as many as keep `workers` busy to the end.
     """
-    batch: list[int] = []
-    tokens = 0
-    for row in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if batch:
-            size = (len(batch) + 1) * lengths[batch[0]]
-            if size > batch_tokens or size - tokens - lengths[row] > max_padding * size:
-                yield batch
-                batch, tokens = [], 0
-        batch.append(row)
-        tokens += lengths[row]
-    if batch:
-        yield batch
+    total = sum(lengths)
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    number = 0
+    while True:
+        number += max(workers, math.ceil(total / batch_tokens / workers) * workers - number)
+        batches: list[list[int]] = [[] for _ in range(number)]
+        before = 0
+        for row in order:
+            middle = (before + lengths[row] / 2) / max(total, 1)
+            batches[min(int(middle * number), number - 1)].append(row)
+            before += lengths[row]
+        batches = [batch for batch in batches if batch]
+        if all(len(batch) == 1 or sum(lengths[i] for i in batch) <= batch_tokens for batch in batches):
+            return batches

@@ -29,7 +29,7 @@ class ExtractOptions:
     """How hidden states are computed and stored.
 
     `dtype` is what the verifier computes in, `store_dtype` what is written, `aux_dtype` what all layers but the last
-    are quantised to (`int8`, `float8_e4m3fn`); a pass takes `batch_tokens` tokens, padding included, and a shard about
+    are quantised to (`int8`, `float8_e4m3fn`); a pass takes `batch_tokens` tokens, and a shard about
     `shard_bytes` bytes. `source` is the verifier in this process ("local"), the servers of `server`, an engine of
     "vllm", or the per-request "files" below the folder `files`, whose layers are `file_layer_ids` where they do not
     say. `skip_failed` leaves out rows that no states can be had for; `share` is this process's part of the work.
@@ -45,7 +45,7 @@ class ExtractOptions:
     dtype: str = "auto"
     store_dtype: str = "bfloat16"
     aux_dtype: str | None = None
-    batch_tokens: int = 4096
+    batch_tokens: int = 2048
     shard_bytes: int = DEFAULT_SHARD_BYTES
     device: str | None = None
     trust_remote_code: bool = False

@@ -1,8 +1,9 @@
 """Attention of transformers' own layers over a slot cache, or over documents packed into one row.
 
 A layer whose config says `_attn_implementation = ATTENTION_NAME` calls `attention` below. Where its keys lie is said by
-`slot_write` (or by `writing` around a whole model), where its documents lie by `documents`; with neither, the mask that
-transformers made decides. Dropout is never applied. Shape suffixes as in `cache`.
+`slot_write` (or by `writing` around a whole model), where its documents lie by `documents` (or, for whole sequences
+that share their beginning, by `branching` around a whole model); with none of these, the mask that transformers made
+decides. Dropout is never applied. Shape suffixes as in `cache`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,11 +19,23 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
+from speculators.models.branches import Branches, attend_branches, attend_fused, attend_in_products
 from speculators.models.cache import SlotCache, SlotWrite, attend, slot_attention
 from speculators.models.masks import PackedMask
 
 ATTENTION_NAME = "speculators_slots"
 _WRITE: contextvars.ContextVar[SlotWrite | None] = contextvars.ContextVar("slot_write", default=None)
+_BRANCHES: contextvars.ContextVar[Branches | None] = contextvars.ContextVar("branches", default=None)
+
+
+@contextmanager
+def branching(branches: Branches) -> Iterator[None]:
+    """Let every attention layer that runs inside, without a cache, keep to the sequences of one row."""
+    token = _BRANCHES.set(branches)
+    try:
+        yield
+    finally:
+        _BRANCHES.reset(token)
 
 
 @contextmanager
@@ -59,6 +73,15 @@ def attention(
     scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
     window, softcap, sinks = options.get("sliding_window"), options.get("softcap"), options.get("s_aux")
     plain = softcap is None and sinks is None
+    branches = _BRANCHES.get()
+    if branches is not None:
+        form = partial(_attention_of_a_block, scale=scale, softcap=softcap, sinks=sinks)
+        repeats = 1
+        if plain and query.device.type == "cpu":
+            form, repeats = partial(attend_in_products, scale=scale), query.shape[1] // key.shape[1]
+        elif plain:
+            form = partial(attend_fused, scale=scale)
+        return attend_branches(query[0], key[0], value[0], branches, window, form, repeats)[None], None
     documents: Sequence[int] | None = options.get("documents")
     write: SlotWrite | None = options.get("slot_write") or _WRITE.get()
     if documents is not None and plain:
@@ -98,6 +121,12 @@ def _attend_documents(
             F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale)
         )
     return torch.cat(parts, 2)
+
+
+def _attention_of_a_block(
+    q_QTD: Tensor, k_NED: Tensor, v_NED: Tensor, mask_TE: Tensor, *, scale: float, softcap: Any, sinks: Any
+) -> Tensor:
+    return _attention_spelled_out(q_QTD[None], k_NED[None], v_NED[None], mask_TE == 0, scale, softcap, sinks)[0]
 
 
 def _attention_spelled_out(

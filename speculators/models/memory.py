@@ -10,8 +10,9 @@ _KEPT_BYTES = 1 << 30
 def keep_freed_memory() -> bool:
     """Let glibc reuse large freed blocks instead of returning each to the system; False with another C library.
 
-    By default every tensor of a few megabytes is mapped anew and cleared by the kernel page by page: in CPU training,
-    which makes the same sizes over and over, that is a tenth of the time. Affects the whole process, for good.
+    By default every tensor of a few megabytes is mapped anew and cleared by the kernel page by page: in training and
+    extraction on a CPU, which make the same sizes over and over, that is a tenth of the time. Affects the whole
+    process, for good.
     """
     if platform.libc_ver()[0] != "glibc":
         return False

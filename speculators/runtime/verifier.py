@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +23,11 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from speculators.errors import VerifierError
-from speculators.models.attention_interface import ATTENTION_NAME, SlotKeyValues, writing
+from speculators.models.attention_interface import ATTENTION_NAME, SlotKeyValues, branching, writing
+from speculators.models.branches import Branches
 from speculators.models.cache import SlotCache, SlotWrite
 from speculators.models.hardware import multiplies_bfloat16
-from speculators.models.layers import use_skinny_linears
+from speculators.models.layers import STATIC_ROPE_TYPES, use_skinny_linears
 
 # Kinds of layers that carry a state from token to token beside, or instead of, keys and values.
 _RECURRENT_LAYERS = frozenset({"linear_attention", "mamba", "conv", "recurrent"})
@@ -51,6 +54,23 @@ class VerifierOutput:
     normed_BTH: Tensor
 
 
+class _Captured(threading.local):
+    """States of the pass that runs in a thread: hooks keep those of the `wanted` ids in `states`."""
+
+    def __init__(self) -> None:
+        self.wanted: Sequence[int] = ()
+        self.states: dict[int, Tensor] = {}
+
+    @contextmanager
+    def of(self, layer_ids: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+        """What a pass inside leaves behind, by layer id."""
+        self.wanted, self.states = layer_ids, {}
+        try:
+            yield self.states
+        finally:
+            self.wanted, self.states = (), {}
+
+
 class Verifier:
     """A causal LM whose output distribution speculation preserves, with its tokenizer.
 
@@ -72,10 +92,12 @@ class Verifier:
                 f"verifier {name_or_path!r} has {', '.join(recurrent)} layers, whose running state this engine cannot "
                 "take back when a draft is rejected; serve it with vLLM, or choose one with attention everywhere"
             )
-        self._captured: dict[int, Tensor] = {}
-        self._hooks: list[Any] = []
+        self._captured = _Captured()
+        modules = [*self._layers, self._norm]
+        for layer_id, module in enumerate(modules):
+            module.register_forward_pre_hook(self._catch(layer_id), with_kwargs=True)
+        self._norm.register_forward_hook(self._catch_normed)
         self.aux_layer_ids: tuple[int, ...] = ()
-        self.set_aux_layers(())
         parameters = inspect.signature(self._decoder.forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
         if model.device.type == "cpu":
@@ -149,6 +171,13 @@ class Verifier:
         return None if length is None else int(length)
 
     @property
+    def reentrant(self) -> bool:
+        """Whether passes may run in several threads: not where a pass changes the rotation, as `dynamic` rope does."""
+        parameters = getattr(self.config, "rope_parameters", None) or {}
+        nested = [one for one in parameters.values() if isinstance(one, dict)]
+        return all(one.get("rope_type", "default") in STATIC_ROPE_TYPES for one in nested or [parameters])
+
+    @property
     def eos_token_ids(self) -> frozenset[int]:
         """Ids that end a generation: the generation config's, else the model's, and the tokenizer's."""
         found: set[int] = set()
@@ -169,27 +198,26 @@ class Verifier:
 
     def set_aux_layers(self, layer_ids: Sequence[int]) -> None:
         """Choose the capture ids whose states `forward` returns; they are sorted and made unique."""
+        self.aux_layer_ids = self._checked_ids(layer_ids)
+
+    def _checked_ids(self, layer_ids: Sequence[int]) -> tuple[int, ...]:
         ids = tuple(sorted(set(layer_ids)))
         if ids and not 0 <= ids[0] <= ids[-1] <= self.num_layers:
             raise VerifierError(
                 f"layer ids {list(layer_ids)} are outside 0..{self.num_layers} of verifier {self.name_or_path!r} "
                 f"({self.num_layers} layers; id i is the input of layer i, id {self.num_layers} the last output)"
             )
-        for hook in self._hooks:
-            hook.remove()
-        self.aux_layer_ids = ids
-        modules = [*self._layers, self._norm]
-        self._hooks = [modules[i].register_forward_pre_hook(self._catch(i), with_kwargs=True) for i in ids]
-        self._hooks.append(self._norm.register_forward_hook(self._catch_normed))
+        return ids
 
     def _catch(self, layer_id: int) -> Callable[[nn.Module, Any, dict[str, Any]], None]:
         def hook(_: nn.Module, inputs: Any, options: dict[str, Any]) -> None:
-            self._captured[layer_id] = inputs[0] if inputs else options["hidden_states"]
+            if layer_id in self._captured.wanted:
+                self._captured.states[layer_id] = inputs[0] if inputs else options["hidden_states"]
 
         return hook
 
     def _catch_normed(self, _: nn.Module, inputs: Any, output: Tensor) -> None:
-        self._captured[_NORMED] = output
+        self._captured.states[_NORMED] = output
 
     @torch.no_grad()
     def forward(
@@ -203,47 +231,38 @@ class Verifier:
         options = {
             "input_ids": token_ids_BT,
             "position_ids": write.positions_BT,
-            "attention_mask": torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self.device),
+            "attention_mask": self._no_mask(),
             self._cache_argument: SlotKeyValues(cache, write),
             "use_cache": True,
         }
-        with writing(write):
+        with writing(write), self._captured.of(self.aux_layer_ids) as captured:
             output = (self.model if need_logits else self._decoder)(**options)
-        captured, self._captured = self._captured, {}
         aux = torch.cat([captured[i] for i in self.aux_layer_ids], -1) if self.aux_layer_ids else None
         return VerifierOutput(output.logits if need_logits else None, aux, captured[_NORMED])
 
     @torch.no_grad()
     def capture(self, token_ids: Sequence[Sequence[int]], layer_ids: Sequence[int]) -> list[Tensor]:
-        """Hidden states of whole sequences, without a cache.
+        """Hidden states of whole sequences, without a cache or padding; what all begin with is computed once.
 
-        Returns one tensor [T, len(ids), H] a sequence in the verifier's dtype, ids ascending.
+        Returns one tensor [T, len(ids), H] a sequence in the verifier's dtype, ids ascending. Where the verifier is
+        `reentrant`, several threads may call it at once.
         """
         if not token_ids or min(len(row) for row in token_ids) == 0:
             raise VerifierError("capture needs at least one sequence, each of at least one token")
-        before = self.aux_layer_ids
-        self.set_aux_layers(layer_ids)
-        try:
-            width = max(len(row) for row in token_ids)
-            padded = torch.tensor([[*row, *[0] * (width - len(row))] for row in token_ids], device=self.device)
-            write = SlotWrite.at(slice(0, len(token_ids)), [0] * len(token_ids), width, self.device)
-            cache = SlotCache(self.num_layers, len(token_ids), dtype=self.dtype, device=self.device)
-            output = self.forward(padded, _Uncached(cache), write, need_logits=False)
-        finally:
-            self.set_aux_layers(before)
-        assert output.aux_BTX is not None
-        states_BTAH = output.aux_BTX.unflatten(-1, (-1, self.hidden_size))
-        return [states_BTAH[row, : len(ids)] for row, ids in enumerate(token_ids)]
+        branches, tokens = Branches.of(token_ids)
+        ids = self._checked_ids(layer_ids)
+        with branching(branches), self._captured.of(ids) as captured:
+            self._decoder(
+                input_ids=torch.tensor([tokens], device=self.device),
+                position_ids=branches.positions(self.device),
+                attention_mask=self._no_mask(),
+                use_cache=False,
+            )
+        return branches.whole(torch.stack([captured[i][0] for i in ids], 1))
 
-
-class _Uncached(SlotCache):
-    """Keeps no keys: whole sequences attend to what the pass itself computes."""
-
-    def __init__(self, cache: SlotCache) -> None:
-        super().__init__(0, cache.num_slots, dtype=cache.dtype, device=cache.device)
-
-    def write(self, layer: int, write: SlotWrite, k_BNTD: Tensor, v_BNTD: Tensor) -> tuple[Tensor, Tensor]:
-        return k_BNTD, v_BNTD
+    def _no_mask(self) -> Tensor:
+        """What keeps transformers from making masks of its own, which ours replace."""
+        return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self.device)
 
 
 def _find_decoder(model: PreTrainedModel) -> tuple[nn.ModuleList, nn.Module, nn.Module]:

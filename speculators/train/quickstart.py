@@ -6,7 +6,7 @@ from speculators.models import DEFAULT_FAMILY
 from speculators.models.choices import DraftChoices
 from speculators.models.objective import TrainingObjective
 from speculators.train.config import TrainConfig
-from speculators.train.recipe import DataConfig, EvaluateConfig, ExtractConfig, Recipe
+from speculators.train.recipe import DataConfig, EvaluateConfig, Recipe
 
 CONVERSATIONS = "conversations-train.jsonl.xz"
 HELD_OUT = "prompts-heldout.jsonl"
@@ -40,7 +40,6 @@ def quickstart_recipe(bfloat16: bool) -> Recipe:
             max_length=512,
             validation_rows=16,
         ),
-        extract=ExtractConfig(batch_tokens=2048),
         train=_training(epochs=2, measure_prompts=4, measure_tokens=48),
         # Float32: identity is exact there.
         evaluate=EvaluateConfig(

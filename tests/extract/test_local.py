@@ -4,15 +4,16 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from speculators.errors import StoreError
+from speculators.errors import StoreError, VerifierError
 from speculators.extract.fingerprint import verifier_fingerprint
-from speculators.extract.local import batches_by_length, extract_rows
+from speculators.extract.local import LocalSource, batches_by_length, extract_rows
 from speculators.extract.prepared import PreparedData
 from speculators.extract.run import extract, prepare
 from speculators.extract.sourcing import ExtractOptions
@@ -157,12 +158,67 @@ def test_the_fingerprint_is_of_weights_and_architecture(tmp_path: Path, tiny_ver
 
 
 @pytest.mark.parametrize("budget", [1, 10, 64, 1000])
-def test_batches_hold_every_row_once_within_their_budget(budget: int) -> None:
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_batches_hold_every_row_once_within_their_budget(budget: int, workers: int) -> None:
     lengths = [3, 9, 1, 4, 4, 2, 12, 5, 30]
-    batches = list(batches_by_length(lengths, budget))
+    batches = batches_by_length(lengths, budget, workers=workers)
+    by_length = [lengths[row] for batch in batches for row in batch]
+    assert by_length == sorted(lengths, reverse=True)
     assert sorted(row for batch in batches for row in batch) == list(range(len(lengths)))
     for batch in batches:
-        assert len(batch) == 1 or len(batch) * max(lengths[row] for row in batch) <= budget
+        assert len(batch) == 1 or sum(lengths[row] for row in batch) <= budget
+
+
+def test_batches_keep_all_workers_busy() -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(20, 400, (300,), generator=generator).tolist()
+    for workers in (1, 2, 4, 8):
+        sizes = [sum(lengths[row] for row in batch) for batch in batches_by_length(lengths, 2048, workers=workers)]
+        assert len(sizes) % workers == 0
+        assert max(sizes) <= 2048
+        assert max(sizes) - min(sizes) <= 2 * 400
+
+
+def test_passes_in_threads_give_what_one_pass_gives(tiny_verifier: Path, prepared: PreparedData) -> None:
+    """Several passes at once, of one model; the number of threads is as before, also when a pass fails."""
+    verifier = Verifier.from_pretrained(tiny_verifier, dtype="float32", device="cpu")
+    source = LocalSource(verifier, identity_of(tiny_verifier, prepared), batch_tokens=100)
+    rows = [prepared[row][0] for row in range(len(prepared))]
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        counted: list[tuple[int, int]] = []
+        found = source.states(rows, lambda *counts: counted.append(counts))
+        with pytest.raises(VerifierError, match="at least one token"):
+            source.states([*rows, torch.empty(0, dtype=torch.int64)], lambda *_: None)
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
+    assert len(counted) > 4
+    assert [sum(parts) for parts in zip(*counted, strict=True)] == [len(rows), prepared.num_tokens]
+    for ids, states in zip(rows, found, strict=True):
+        assert isinstance(states, Tensor)
+        alone = verifier.capture([ids.tolist()], [*AUX, verifier.num_layers])[0]
+        torch.testing.assert_close(states, alone, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rope", "reentrant"),
+    [
+        ({"rope_type": "default", "rope_theta": 1e4}, True),
+        ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, False),
+        (
+            {"full_attention": {"rope_type": "dynamic", "factor": 2.0}, "sliding_attention": {"rope_type": "default"}},
+            False,
+        ),
+    ],
+)
+def test_a_rotation_that_changes_with_the_pass_keeps_passes_apart(
+    tiny_verifier: Path, rope: dict[str, Any], reentrant: bool
+) -> None:
+    verifier = Verifier.from_pretrained(tiny_verifier, dtype="float32", device="cpu")
+    verifier.config.rope_parameters = rope
+    assert verifier.reentrant is reentrant
 
 
 def test_no_tokens_a_pass_is_refused(tiny_verifier: Path, tmp_path: Path, prepared: PreparedData) -> None:
