@@ -68,11 +68,15 @@ def make_recipe(family: str, answered: Answered, folder: Path) -> Recipe:
     mask = [0] * PROMPT + [1] * ANSWER
     lines = [json.dumps({"input_ids": ids, "loss_mask": mask}) + "\n" for ids in answered.rows]
     rows.write_text("".join(lines), encoding="utf-8")
+    draft = dict(FAMILIES[family])
+    if "block_size" in draft:
+        # The last row of the embeddings, the default, may be a token of these answers.
+        draft["mask_token_id"] = min(set(range(2, answered.model.config.vocab_size)) - set().union(*answered.rows))
     return Recipe(
         name="experts",
         verifier=str(answered.folder),
         family=family,
-        draft=FAMILIES[family],
+        draft=draft,
         data=DataConfig(train=(str(rows),), validation_rows=2),
         extract=ExtractConfig(dtype="float32", store_dtype="float32"),
         train=TrainConfig(
