@@ -20,8 +20,8 @@ from speculators.models.mtp.native import from_native, to_native
 from speculators.models.mtp.stitch import stitch
 from speculators.models.speculator import Speculator
 from speculators.train.metrics import read_metrics
-from speculators.train.recipe import Recipe
-from speculators.train.stages import Run
+from speculators.train.recipe import EvaluateConfig, Recipe
+from speculators.train.stages import STAGES, Run
 from tests.models.drafts import randomize
 from tests.models.mtp.verifiers import RAW
 from tests.tiny_models import make_tokenizer
@@ -74,14 +74,14 @@ def recipe_of(verifier: Path, folder: Path, **changes: Any) -> Recipe:
 
 @pytest.fixture(scope="module")
 def tuned(verifier: Parts, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Extracted with the whole verifier, trained where the file of its layers is not."""
+    """Extracted with the whole verifier, trained through to the card where the file of its layers is not."""
     folder = tmp_path_factory.mktemp("run")
     here = folder / "verifier"
     shutil.copytree(verifier[0], here)
-    done = Run(recipe_of(here, folder), progress=False)
+    done = Run(recipe_of(here, folder, evaluate=EvaluateConfig()), progress=False)
     done.run(["prepare-data", "extract"])
     (here / LAYERS).unlink()
-    done.run(["train"])
+    done.run(list(STAGES))
     return done
 
 
@@ -89,6 +89,7 @@ def test_training_needs_none_of_the_verifiers_layers(tuned: Run, verifier: Parts
     """It begins with the verifier's own block, whose loss the first line of the log is, and leaves it behind."""
     with pytest.raises(OSError, match=LAYERS):
         AutoModelForCausalLM.from_pretrained(tuned.verifier)
+    assert "Family `mtp`" in (tuned.outputs.speculator / "README.md").read_text(encoding="utf-8")
     losses = [line["loss"] for line in read_metrics(tuned.outputs.out / "metrics.jsonl")]
     native = Speculator.create(tuned.speculator_config, load_verifier_weights(tuned.verifier))
     native.draft.load_state_dict(verifier[1], strict=False)
