@@ -122,11 +122,12 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return next((part for part in nested if isinstance(part, Mapping)), config)
 
 
-def weight_files(directory: str | os.PathLike[str]) -> dict[Path, frozenset[str] | None]:
+def weight_files(directory: str | os.PathLike[str], *, partial: bool = False) -> dict[Path, frozenset[str] | None]:
     """Return the safetensors files of a directory, each with the tensor names that the index gives it (None: no index).
 
-    FormatError F024 where there are none, F026 where the index is unreadable, names a file that is missing or lies
-    elsewhere, or stands beside a single file as well, so that it is unclear which of them holds.
+    With `partial`, files that the index names may be absent. FormatError F024 where there are none, F026 where the
+    index is unreadable, names a file that is missing or lies elsewhere, or stands beside a single file as well, so that
+    it is unclear which of them holds.
     """
     folder = Path(directory)
     single, index = folder / WEIGHTS, folder / INDEX
@@ -140,10 +141,10 @@ def weight_files(directory: str | os.PathLike[str]) -> dict[Path, frozenset[str]
         weight_map = read_json_object(index).get("weight_map")
     except (ValueError, OSError) as error:
         raise error_of([fault("broken-index", f"{INDEX}: {error}")], directory) from None
-    return _indexed_files(folder, weight_map)
+    return _indexed_files(folder, weight_map, partial)
 
 
-def _indexed_files(folder: Path, weight_map: object) -> dict[Path, frozenset[str] | None]:
+def _indexed_files(folder: Path, weight_map: object, partial: bool) -> dict[Path, frozenset[str] | None]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise error_of([fault("broken-index", f"{INDEX} has no weight_map of tensor names to file names")], folder)
     names: dict[str, set[str]] = {}
@@ -152,7 +153,7 @@ def _indexed_files(folder: Path, weight_map: object) -> dict[Path, frozenset[str
             text = f"{INDEX} puts {tensor} into {file!r}; expected a file name in this directory"
             raise error_of([fault("broken-index", text)], folder)
         names.setdefault(file, set()).add(tensor)
-    missing = [file for file in sorted(names) if not (folder / file).is_file()]
+    missing = [file for file in sorted(names) if not partial and not (folder / file).is_file()]
     problems = [fault("broken-index", f"{file}, named by {INDEX}, is missing; fetch it again") for file in missing]
     if (folder / WEIGHTS).is_file() and WEIGHTS not in names:
         problems.append(fault("broken-index", f"both {WEIGHTS} and {INDEX} are there; remove the one that is stale"))
@@ -163,8 +164,25 @@ def _indexed_files(folder: Path, weight_map: object) -> dict[Path, frozenset[str
 
 def read_headers(directory: str | os.PathLike[str]) -> dict[str, TensorHeader]:
     """Return what the safetensors files of a directory say about their tensors; FormatError F024, F025 or F026."""
+    return _headers_of(directory, weight_files(directory))
+
+
+def read_present_headers(directory: str | os.PathLike[str]) -> tuple[dict[str, TensorHeader], dict[str, Path]]:
+    """Return `read_headers` of the files that are there, and by tensor name the files that only the index knows.
+
+    For readers of a few tensors of a large model.
+    """
+    files = weight_files(directory, partial=True)
+    present = {file: named for file, named in files.items() if file.is_file()}
+    absent = {name: file for file, named in files.items() if file not in present for name in named or ()}
+    return _headers_of(directory, present), absent
+
+
+def _headers_of(
+    directory: str | os.PathLike[str], files: Mapping[Path, frozenset[str] | None]
+) -> dict[str, TensorHeader]:
     found: dict[str, TensorHeader] = {}
-    for file, named in weight_files(directory).items():
+    for file, named in files.items():
         headers = read_header(file)
         if named is not None and named != headers.keys():
             differing = ", ".join(sorted(named ^ headers.keys())[:5])

@@ -84,6 +84,14 @@ def describe(
     return config, dict(sorted(headers.items()))
 
 
+def cached_directory(repo: str) -> Path | None:
+    """The folder in the hub's cache that has a repository's `config.json`; None where it is not there. Asks no hub."""
+    if is_local(repo) or "/" not in repo:
+        return None
+    found = huggingface_hub.try_to_load_from_cache(repo, CONFIG)
+    return Path(found).parent if isinstance(found, str) else None
+
+
 def endpoint() -> str | None:
     """The hub that `HF_ENDPOINT` names now; None for the client's own default."""
     return os.environ.get("HF_ENDPOINT", "").rstrip("/") or None

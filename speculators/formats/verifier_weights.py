@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from speculators.errors import FormatError, VerifierError
-from speculators.formats.checkpoint import read_config, read_headers, text_config
+from speculators.formats.checkpoint import read_config, read_present_headers, text_config
 from speculators.formats.norm_gain import adds_one, class_adds_one
 
 if TYPE_CHECKING:
@@ -61,25 +61,50 @@ class VerifierWeights:
 def load_verifier_weights(path: str | os.PathLike[str]) -> VerifierWeights:
     """Read a verifier's embedding, head and final norm from a local directory of safetensors files.
 
-    VerifierError where the directory or a tensor is missing, where two tensors could be meant, where shapes disagree or
-    where the weights are quantised.
+    Files that the index names and that hold none of the three may be absent. VerifierError where the directory or a
+    tensor is missing, where two tensors could be meant, where shapes disagree or where the weights are quantised.
     """
     directory = Path(path)
     try:
-        config, headers = read_config(directory), read_headers(directory)
+        config, tensors = read_config(directory), VerifierTensors(directory)
     except FormatError as error:
         hint = "expected a causal language model as config.json and safetensors files"
         raise VerifierError(f"verifier {directory}: {error}; {hint}") from error
+    return _assemble(config, dict.fromkeys(tensors.names), tensors.read, str(directory))
 
-    def read(name: str) -> torch.Tensor:
+
+class VerifierTensors:
+    """The tensors of a verifier's directory by name, read one by one; files of others may be absent.
+
+    FormatError where there are no safetensors files, or a damaged one.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._headers, self._absent = read_present_headers(directory)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all tensors, those of absent files among them."""
+        return [*self._headers, *self._absent]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every file that the index names is there."""
+        return not self._absent
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, as stored; VerifierError where its file is absent or cannot be read."""
+        if name in self._absent:
+            raise VerifierError(
+                f"verifier {self._directory}: {self._absent[name].name}, which has {name}, is missing; fetch it"
+            )
         try:
-            with safe_open(headers[name].file, framework="pt") as file:
+            with safe_open(self._headers[name].file, framework="pt") as file:
                 tensor: torch.Tensor = file.get_tensor(name)
         except (SafetensorError, OSError, RuntimeError) as error:
-            raise VerifierError(f"verifier {directory}: {name} cannot be read: {error}") from error
+            raise VerifierError(f"verifier {self._directory}: {name} cannot be read: {error}") from error
         return tensor
-
-    return _assemble(config, headers, read, str(directory))
 
 
 def _assemble(

@@ -14,7 +14,7 @@ FAMILIES: dict[str, DraftFamily] = {
         DraftFamily("peagle", "speculators.models.peagle", "PEagle"),
         DraftFamily("dflash", "speculators.models.dflash", "DFlash"),
         DraftFamily("dflash2", "speculators.models.dflash2", "DFlash2"),
-        DraftFamily("dspark", "speculators.models.dspark", "DSpark"),
+        DraftFamily("dspark", "speculators.models.dspark", "DSpark", starts_from="dflash"),
         DraftFamily("eagle", "speculators.models.eagle", "Eagle", parity_depth=1),
         DraftFamily("medusa", "speculators.models.medusa", "Medusa"),
         DraftFamily("mlp_speculator", "speculators.models.mlp_speculator", "MlpSpeculator"),

@@ -44,11 +44,17 @@ def reduced_vocabulary(draft_vocab_size: int | None, verifier: VerifierShape) ->
 def mask_token(mask_token_id: int | None, verifier: VerifierShape) -> int:
     """The token that stands for unknown ones; by default the last row of the verifier's embeddings.
 
-    UsageError where there is no such row.
+    UsageError where there is no such row, or where the verifier's configuration has a use for it.
     """
     mask = verifier.vocab_size - 1 if mask_token_id is None else mask_token_id
     if mask >= verifier.vocab_size:
         raise UsageError(f"mask_token_id is {mask}; expected a token of the verifier, 0 to {verifier.vocab_size - 1}")
+    ends = verifier.eos_token_id
+    uses = {"bos_token_id": [verifier.bos_token_id], "eos_token_id": ends if isinstance(ends, list) else [ends]}
+    for use in (use for use, ids in uses.items() if mask in ids):
+        raise UsageError(
+            f"mask_token_id is {mask}, which is in use as the verifier's {use}; choose a token that no text contains"
+        )
     return mask
 
 

@@ -9,6 +9,7 @@ import fnmatch
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import ClassVar, Protocol, Self
 
 import torch
@@ -145,6 +146,10 @@ class Objective(ABC):
         """Prepare a fresh draft for its first step; `samples` are those it will be trained on. Most need nothing."""
         return
 
+    def for_trained_draft(self) -> Self:
+        """The same objective for a draft that has learnt already, whose values `begin` then leaves as they are."""
+        return self
+
     @abstractmethod
     def step(self, draft: nn.Module, batch: PackedBatch, verifier_head: VerifierHead) -> StepOutput:
         """Loss and counts of one batch.
@@ -238,6 +243,14 @@ class DraftModel(nn.Module, ABC):
     def start_from_verifier(self, weights: VerifierWeights, vocab: DraftVocab) -> None:
         """Give a fresh draft what it starts from besides borrowed tensors: for most, nothing."""
         return
+
+    def native_tensors(self, directory: Path, weights: VerifierWeights) -> dict[str, Tensor]:
+        """What a verifier's own checkpoint has of such a draft, by our names and as stored: for most, nothing.
+
+        `directory` holds the checkpoint, `weights` are its embedding, head and norm. FormatError where what is there
+        cannot be understood.
+        """
+        return {}
 
     def make_cache(self, num_slots: int) -> SlotCache:
         """An empty cache of this model's keys and values for `num_slots` requests; of no layers unless it has some."""

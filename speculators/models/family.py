@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
@@ -65,13 +65,15 @@ class DraftFamily:
     `draft`, `config`, `model` and `objective` hold the classes `<prefix>Draft`, `<prefix>Config`, `<prefix>Model` and
     `<prefix>Objective`. They are imported on first use, so that a table of families costs nothing. `parity_depth` is
     the draft step up to which training and serving compute the same (None: every step; 1 where training feeds true
-    states that serving does not have at later steps).
+    states that serving does not have at later steps). `starts_from` is another family whose trained drafts this one can
+    go on from, by a function `from_<that family>` of the folder's module `warm_start`.
     """
 
     name: str
     module: str
     prefix: str
     parity_depth: int | None = None
+    starts_from: str | None = None
 
     def _part(self, name: str) -> ModuleType:
         return import_module(f"{self.module}.{name}")
@@ -99,6 +101,11 @@ class DraftFamily:
         """The training objective; its fields are the knobs of training this family."""
         part: type[Objective] = getattr(self._part("objective"), f"{self.prefix}Objective")
         return part
+
+    def start_from(self, other: str) -> Callable[..., Any]:
+        """What makes a draft of this family of a speculator of family `other`, which is `starts_from`."""
+        maker: Callable[..., Any] = getattr(self._part("warm_start"), f"from_{other}")
+        return maker
 
 
 @dataclass(frozen=True)

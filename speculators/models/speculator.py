@@ -137,6 +137,26 @@ class Speculator:
         self._borrowed -= given.keys()
         return self
 
+    def take_native(self, directory: Path, weights: VerifierWeights) -> Speculator:
+        """Take what a verifier's own checkpoint has of this draft (see `DraftModel.native_tensors`); returns self.
+
+        FormatError where it has nothing, or another draft than this one.
+        """
+        found, expected = self.draft.native_tensors(directory, weights), self.config.expected_tensors()
+        wanted = {name: spec.shape for name, spec in expected.items() if spec.required}
+        got = {name: tuple(tensor.shape) for name, tensor in found.items()}
+        if not found:
+            raise FormatError(
+                f"{directory} has no {self.config.speculators_model_type} block of its own to start from; start from "
+                "another speculator, or at random"
+            )
+        for name in sorted(wanted.keys() | got.keys()):
+            if wanted.get(name) != got.get(name):
+                has, asked = (list(side[name]) if name in side else "no tensor" for side in (got, wanted))
+                raise FormatError(f"{directory}: {name} is {has} there, expected {asked}; is it of this verifier?")
+        self._fill({name: tensor.clone() for name, tensor in found.items()}, self.draft.device, self.draft.dtype)
+        return self
+
     @property
     def vocab(self) -> DraftVocab:
         """The draft vocabulary; the full one where none is stored."""

@@ -8,13 +8,14 @@ from speculators.errors import UsageError
 from speculators.train.config import ComputeDtype, Strategy, TrainConfig
 
 # What is off says one of these.
-_OFF = ("", "no", "false", "none", "1")
+_OFF = ("", "no", "false", "none")
+_ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 _REFUSED = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed; use MULTI_GPU, or FSDP with fsdp_version 2",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM; use MULTI_GPU, or FSDP with fsdp_version 2",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism_config; use MULTI_GPU, or FSDP with fsdp_version 2",
     "ACCELERATE_DYNAMO_BACKEND": "compilation; leave dynamo_config out",
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "gradient accumulation; set train.accumulation instead",
+    _ACCUMULATION: "gradient accumulation; set train.accumulation instead",
     "ACCELERATE_GRADIENT_CLIPPING": "gradient clipping; set train.clip_norm instead",
     "FSDP_OFFLOAD_PARAMS": "fsdp_offload_params; set it to false",
     "FSDP_ACTIVATION_CHECKPOINTING": "fsdp_activation_checkpointing; set it to false",
@@ -25,7 +26,9 @@ _REFUSED = {
 def require_honoured(environment: Mapping[str, str]) -> None:
     """Raise UsageError, naming it, where the configuration asks for what this loop does not do."""
     for name, asked in _REFUSED.items():
-        if environment.get(name, "").lower() not in _OFF:
+        # A count of one pass is none that accumulates; of a switch, 1 is on, as is a gradient's norm of 1.
+        off = (*_OFF, "1") if name == _ACCUMULATION else _OFF
+        if environment.get(name, "").lower() not in off:
             raise UsageError(f"accelerate's configuration asks for {asked}")
 
 

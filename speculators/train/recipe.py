@@ -159,8 +159,10 @@ class Recipe(Section):
     """A run from prompts to a measured speculator.
 
     `verifier` is a folder, a hub id, or the name of one that can be fetched ("smollm2"). `draft` and `objective` are
-    the family's options, as its own classes or as plain dicts, its defaults where not given. Everything is written
-    below `out` ("out/<name>" where not given).
+    the family's options, as its own classes or as plain dicts, its defaults where not given. `warm_start` is a trained
+    speculator, a folder or a hub id, of this family or of one that it goes on from: its weights and its vocabulary map
+    are where the draft starts. "verifier" starts from the block that the verifier's own checkpoint has; without
+    `warm_start` the draft is drawn from `train.seed`. Everything is written below `out` ("out/<name>" where not given).
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][\w.-]*$")
@@ -169,6 +171,7 @@ class Recipe(Section):
     # Without a value these are filled from the family before anything else happens.
     draft: SerializeAsAny[BaseModel] = Field(default_factory=Section)
     objective: SerializeAsAny[BaseModel] = Field(default_factory=Section)
+    warm_start: str | None = Field(default=None, min_length=1)
     regenerate: RegenerateConfig = RegenerateConfig()
     data: DataConfig = DataConfig()
     extract: ExtractConfig = ExtractConfig()

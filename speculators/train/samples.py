@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from speculators.errors import StoreError
+from speculators.errors import StoreError, UsageError
+from speculators.extract.fingerprint import verifier_directory, verifier_fingerprint
 from speculators.extract.folder import FolderSource
 from speculators.extract.manifest import Manifest, StoreIdentity
 from speculators.extract.online import OnlineSamples
@@ -14,6 +15,7 @@ from speculators.extract.prepared import PreparedData
 from speculators.extract.run import store_identity
 from speculators.extract.sourcing import open_source
 from speculators.extract.store import HiddenStatesStore
+from speculators.formats.verifier_weights import VerifierTensors
 from speculators.models.draft_model import SampleSource
 
 if TYPE_CHECKING:
@@ -21,11 +23,30 @@ if TYPE_CHECKING:
 
 
 def samples_identity(run: Run) -> StoreIdentity:
-    """What the states of a run's samples are: those of its store, or of the store that they would make."""
+    """What the states of a run's samples are: those of its store, or of the store that they would make.
+
+    StoreError where the store is another verifier's.
+    """
     if not run.recipe.extract.online:
-        return Manifest.read(run.outputs.states).identity
+        identity = Manifest.read(run.outputs.states).identity
+        # Of a verifier whose layers' files are elsewhere nobody can tell.
+        if VerifierTensors(verifier_directory(run.verifier)).is_whole:
+            same = {"verifier_fingerprint": verifier_fingerprint(run.verifier)}
+            identity.require_same(same, run.outputs.states)
+        return identity
     data, layers = PreparedData(run.outputs.prepared), run.speculator_config.aux_layer_ids
     return store_identity(run.verifier, data, layers, run.extract_options)
+
+
+def require_free_mask_token(run: Run) -> None:
+    """Raise UsageError where the token that stands for unknown ones is one that the verifier wrote in the data."""
+    mask: int | None = getattr(run.speculator_config, "mask_token_id", None)
+    count = 0 if mask is None else int(PreparedData(run.outputs.prepared).token_counts[mask])
+    if count:
+        raise UsageError(
+            f"mask token {mask} is in use: the data's answers have it {count} times; set draft.mask_token_id to a "
+            "token that no text contains"
+        )
 
 
 def origin(run: Run, identity: StoreIdentity) -> dict[str, Any]:

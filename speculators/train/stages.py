@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from speculators.extract import run as extraction
 from speculators.extract.conversations import as_sources, read_conversations
 from speculators.extract.fingerprint import verifier_directory
 from speculators.extract.manifest import MANIFEST, Manifest
-from speculators.extract.prepared import DRAFT_VOCAB, PreparedData, read_draft_vocab
+from speculators.extract.prepared import PreparedData
 from speculators.extract.regenerate import RegenerateOptions
 from speculators.extract.sources import Source
 from speculators.extract.sourcing import ExtractOptions, launched_device, launched_share
@@ -26,7 +26,7 @@ from speculators.extract.store import WorkShare
 from speculators.formats.card import write_card
 from speculators.formats.config import SpeculatorConfig
 from speculators.formats.files import write_text
-from speculators.formats.hub import is_local, resolve
+from speculators.formats.hub import cached_directory, is_local, resolve
 from speculators.formats.verifier_weights import load_verifier_weights
 from speculators.models.draft_model import DraftModel, SampleSource
 from speculators.models.family import VerifierShape
@@ -42,47 +42,13 @@ from speculators.train.dataset import Rows, split_rows
 from speculators.train.journal import Journal, file_digest, wait_until
 from speculators.train.loop import TrainingTask, TrainResult, train
 from speculators.train.metrics import draw_curves
-from speculators.train.samples import open_samples, origin, samples_identity
+from speculators.train.outputs import Outputs
+from speculators.train.samples import open_samples, origin, require_free_mask_token, samples_identity
+from speculators.train.starting import make_speculator, require_possible_start, start_identity, takes_vocabulary
 from speculators.train.threads import cpu_threads, usable_cores
 
 if TYPE_CHECKING:
     from speculators.train.recipe import Recipe
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """Where a run writes."""
-
-    out: Path
-
-    @property
-    def conversations(self) -> Path:
-        """The verifier's answers, JSON lines."""
-        return self.out / "conversations.jsonl"
-
-    @property
-    def prepared(self) -> Path:
-        """Token ids and loss masks."""
-        return self.out / "prepared"
-
-    @property
-    def states(self) -> Path:
-        """The hidden-states store."""
-        return self.out / "states"
-
-    @property
-    def training(self) -> Path:
-        """How the training ended: steps, tokens, tokens per second, the checkpoint that was chosen."""
-        return self.out / "training.json"
-
-    @property
-    def speculator(self) -> Path:
-        """The finished speculator."""
-        return self.out / "speculator"
-
-    def evaluation(self, name: str, alone: bool) -> Path:
-        """The measurement on one file of prompts."""
-        return self.out / ("evaluation.json" if alone else f"evaluation_{name}.json")
 
 
 class Run:
@@ -105,6 +71,7 @@ class Run:
         if threads is not None:
             torch.set_num_threads(threads)
         console = Console(stderr=True, quiet=not self.progress)
+        require_possible_start(self.recipe.warm_start, self.speculator_config)
         if self.leads:
             settings = json.dumps(self.recipe.model_dump(mode="json"), indent=2)
             write_text(self.outputs.out / "recipe.json", settings + "\n")
@@ -117,12 +84,22 @@ class Run:
                 console.print(f"{name}: {what}", highlight=False)
 
     def plan(self, stages: Sequence[str]) -> dict[str, Any]:
-        """The resolved settings; of the verifier its config.json alone is read, where it is on this machine."""
-        resolved = None
-        if self.verifier_here is not None:
-            resolved = self.speculator_config.to_json()
-        settings = self.recipe.model_dump(mode="json")
-        return {"stages": list(stages), "recipe": settings, "speculator": resolved}
+        """The resolved settings; of the verifier its config.json alone is read, where it is on this machine.
+
+        Where it is not, `unresolved` says so instead of `speculator`.
+        """
+        found: dict[str, Any] = {"speculator": None}
+        directory = self.verifier_here or cached_directory(self.recipe.verifier)
+        if directory is None:
+            found["unresolved"] = (
+                f"the config.json of {self.recipe.verifier} is not on this machine; give verifier=FOLDER that has it, "
+                "or run a stage, which fetches it"
+            )
+        else:
+            config = self._resolved(directory)
+            require_possible_start(self.recipe.warm_start, config, offline=True)
+            found["speculator"] = config.to_json()
+        return {"stages": list(stages), "recipe": self.recipe.model_dump(mode="json"), **found}
 
     @cached_property
     def verifier_here(self) -> Path | None:
@@ -147,7 +124,9 @@ class Run:
     @cached_property
     def speculator_config(self) -> SpeculatorConfig:
         """The draft's options, completed with the verifier's shape."""
-        directory = self.verifier_here or verifier_directory(self.verifier)
+        return self._resolved(self.verifier_here or verifier_directory(self.verifier))
+
+    def _resolved(self, directory: Path) -> SpeculatorConfig:
         name = str(directory) if self.verifier_here is not None else self.verifier
         try:
             shape = json.loads((directory / "config.json").read_text(encoding="utf-8"))
@@ -159,9 +138,13 @@ class Run:
 
     @property
     def draft_vocab_size(self) -> int | None:
-        """Tokens of a reduced draft vocabulary; None where the draft has the verifier's."""
+        """Tokens that the data chooses for a reduced draft vocabulary; None where the draft has one without that."""
         config = self.speculator_config
-        return None if config.num_draft_ids == config.verifier_vocab_size else config.num_draft_ids
+        return (
+            None
+            if takes_vocabulary(self) or config.num_draft_ids == config.verifier_vocab_size
+            else config.num_draft_ids
+        )
 
     @property
     def extract_options(self) -> ExtractOptions:
@@ -246,6 +229,7 @@ _HOW_TO_ASK = {"online", "endpoints", "served_model", "concurrency", "vllm_pytho
 def extract(run: Run) -> bool:
     """Rows to the verifier's hidden states, unless they are made while training."""
     options, layers = run.recipe.extract, run.speculator_config.aux_layer_ids
+    require_free_mask_token(run)
     if options.online:
         return False
     inputs = {
@@ -276,6 +260,7 @@ def train_draft(run: Run) -> bool:
         "objective": recipe.objective.model_dump(mode="json"),
         "store": origin(run, identity),
         "validation_rows": recipe.data.validation_rows,
+        **start_identity(run),
     }
     inputs = {**settings, "train": recipe.train.model_dump(mode="json")}
     with run.journal.stage("train", inputs, [outputs.speculator, outputs.training], together=True) as due:
@@ -289,9 +274,10 @@ def _train(run: Run, samples: SampleSource, settings: dict[str, Any]) -> None:
     recipe, outputs, config = run.recipe, run.outputs, run.speculator_config
     training, validation = split_rows(samples, recipe.data.validation_rows, seed=recipe.train.seed)
     weights = load_verifier_weights(resolve(run.verifier))
-    vocab = None if run.draft_vocab_size is None else read_draft_vocab(outputs.prepared / DRAFT_VOCAB)
-    speculator = Speculator.create(config, weights, vocab, seed=recipe.train.seed)
+    speculator = make_speculator(run, weights)
     objective: Any = recipe.objective
+    if recipe.warm_start is not None:
+        objective = objective.for_trained_draft()
     task = TrainingTask(
         draft=speculator.draft,
         objective=objective,

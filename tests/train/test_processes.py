@@ -57,6 +57,10 @@ def test_what_accelerate_asks_for_is_done_or_refused() -> None:
         ("ACCELERATE_USE_DEEPSPEED", "true", "asks for DeepSpeed"),
         ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "leave dynamo_config out"),
         ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", "set train.accumulation"),
+        # One pass a step accumulates nothing; elsewhere 1 asks for something.
+        ("ACCELERATE_GRADIENT_CLIPPING", "1", "set train.clip_norm"),
+        ("ACCELERATE_USE_DEEPSPEED", "1", "asks for DeepSpeed"),
+        ("FSDP_OFFLOAD_PARAMS", "1", "fsdp_offload_params"),
         ("FSDP_OFFLOAD_PARAMS", "true", "fsdp_offload_params"),
         ("FSDP_ACTIVATION_CHECKPOINTING", "true", "fsdp_activation_checkpointing"),
     ):

@@ -6,6 +6,7 @@ Shape suffixes: C context positions, N compared rows, M verifier rows, H hidden,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 from pydantic import Field, PrivateAttr
 from torch import Tensor, nn
@@ -71,6 +72,10 @@ class FusedObjective(TrainingObjective):
         assert isinstance(draft, FusedDraftModel)
         if self.closed_form_rows:
             closed_form_start(draft, samples, verifier_head, self.closed_form_rows)
+
+    def for_trained_draft(self) -> Self:
+        """The same without `closed_form_rows`, whose regression would replace what the draft has learnt."""
+        return self.model_copy(update={"closed_form_rows": 0})
 
     def compare(
         self,

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
+from speculators.formats.verifier_weights import VerifierWeights
 from speculators.models.attention_interface import SlotKeyValues
 from speculators.models.cache import SlotCache, SlotWrite
 from speculators.models.draft_model import DraftContext, DraftModel, DraftSampler, Proposal
 from speculators.models.layers import SkinnyLinear, draw_parameters
 from speculators.models.mtp.block import MtpBlock, build_block, build_rotary, cache_argument
 from speculators.models.mtp.config import PREFIX, MtpConfig
+from speculators.models.mtp.native import read_native
 from speculators.models.proposing import Drafts, at_last, normed_states
 
 Part = Literal["router", "experts"]
@@ -68,6 +71,10 @@ class MtpModel(DraftModel):
         draw_parameters(self.named_parameters(), layer.initializer_range, generator, gain=gain)
         for buffer in self.mtp_layers.buffers():
             buffer.zero_()
+
+    def native_tensors(self, directory: Path, weights: VerifierWeights) -> dict[str, Tensor]:
+        """The block that the verifier's checkpoint has, if any; see `native.read_native`."""
+        return read_native(directory, self.config.transformer_layer_config.num_hidden_layers, weights)
 
     def parameters_of(self, part: Part) -> Iterator[nn.Parameter]:
         """The parameters of the router, or of the routed experts; none in a dense block."""

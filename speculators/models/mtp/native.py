@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from speculators.formats.faults import error_of, fault
-from speculators.formats.mtp_names import Change, Origin
+from speculators.formats.mtp_names import Change, Origin, find_layout
+from speculators.formats.verifier_weights import VerifierTensors, VerifierWeights
+
+
+def read_native(directory: Path, num_hidden_layers: int, weights: VerifierWeights) -> dict[str, Tensor]:
+    """The MTP block of a verifier's checkpoint, by our names and as stored; empty where it has none.
+
+    Of the files only the block's tensors are read, so that files with nothing of it may be absent. FormatError where
+    the block is not understood or not whole, or has an embedding or a head that is not the verifier's.
+    """
+    tensors = VerifierTensors(directory)
+    layout = find_layout(tensors.names, num_hidden_layers)
+    if layout is None:
+        return {}
+    for name, source in layout.repeats(tensors.names).items():
+        if not torch.equal(tensors.read(name), getattr(weights, source)):
+            text = f"{name} is another than the verifier's {source}, which a draft here shares with it"
+            raise error_of([fault("unknown-tensor", text)], directory)
+    return from_native(layout.origins(tensors.names), tensors.read)
 
 
 def from_native(origins: Mapping[str, Origin], read: Callable[[str], Tensor]) -> dict[str, Tensor]:
