@@ -7,7 +7,7 @@ Q = N*G, D head size, L keys of a block, P own keys, W = L + P.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,17 +16,36 @@ from torch import Tensor
 
 from speculators.models.masks import PackedMask
 
-# Queries of one document that share a block of scores; bounds the memory of long documents.
+# Queries of one document that share a block of scores, and scores a head that such a block has at most, where that
+# leaves it a query: they bound the memory of long documents.
 BLOCK_ROWS = 512
+MAX_SCORES = 1 << 21
+# Weights of one attention that are kept for its backward; where there are more, they are made again, block by block.
+MAX_KEPT_WEIGHTS = 1 << 26
 
 
 @dataclass(frozen=True)
 class Block:
-    """Queries `rows` that look at context positions `keys`; `hidden` bool [rows, keys] is true where they must not."""
+    """Queries `rows` at the context positions `slots_R` (int64) of one document, which look at positions `keys`."""
 
     rows: slice
     keys: slice
-    hidden: Tensor
+    slots_R: Tensor
+    mask: PackedMask
+
+    @property
+    def hidden(self) -> Tensor:
+        """Bool [rows, keys], true where a query must not look; made when asked for, since all blocks' would be a grid.
+
+        A grid of 32k by 32k takes a gigabyte.
+        """
+        keys = torch.arange(self.keys.start, self.keys.stop, device=self.slots_R.device)
+        return ~self.mask.in_document(self.slots_R[:, None], keys)
+
+    @property
+    def size(self) -> int:
+        """Scores a head."""
+        return len(self.slots_R) * int(self.keys.stop - self.keys.start)
 
 
 def plan_blocks(slots_R: Tensor, document_lengths: Sequence[int], window: int | None) -> list[Block]:
@@ -36,18 +55,28 @@ def plan_blocks(slots_R: Tensor, document_lengths: Sequence[int], window: int | 
     """
     mask = PackedMask(window)
     ends = torch.tensor(document_lengths, dtype=torch.int64).cumsum(0)
-    bounds = torch.searchsorted(slots_R.cpu(), ends).tolist()
+    slots = slots_R.cpu()
+    bounds = torch.searchsorted(slots, ends).tolist()
     blocks, first_row, first_key = [], 0, 0
     for last_row, document_end in zip(bounds, ends.tolist(), strict=True):
-        for row in range(first_row, last_row, BLOCK_ROWS):
-            rows = slice(row, min(row + BLOCK_ROWS, last_row))
-            queries = slots_R[rows]
-            end = int(queries[-1]) + 1
-            first = first_key if window is None else min(max(first_key, int(queries[0]) - window + 1), end)
-            keys = torch.arange(first, end, device=slots_R.device)
-            blocks.append(Block(rows, slice(first, end), ~mask.in_document(queries[:, None], keys)))
+        for rows in _cut(slots, slice(first_row, last_row), first_key, window):
+            end = int(slots[rows.stop - 1]) + 1
+            first = first_key if window is None else min(max(first_key, int(slots[rows.start]) - window + 1), end)
+            blocks.append(Block(rows, slice(first, end), slots_R[rows], mask))
         first_row, first_key = last_row, document_end
     return blocks
+
+
+def _cut(slots: Tensor, document: slice, first_key: int, window: int | None) -> Iterator[slice]:
+    """A document's queries in runs of at most `BLOCK_ROWS`, and fewer where these would see too many keys."""
+    row = document.start
+    while row < document.stop:
+        stop = min(row + BLOCK_ROWS, document.stop)
+        first = first_key if window is None else max(first_key, int(slots[row]) - window + 1)
+        # Fewer rows never see more keys.
+        stop = min(stop, row + max(MAX_SCORES // max(int(slots[stop - 1]) + 1 - first, 1), 1))
+        yield slice(row, stop)
+        row = stop
 
 
 def packed_attention(
@@ -87,24 +116,30 @@ class _PackedAttention(torch.autograd.Function):
     ) -> Tensor:
         heads = _Heads(q_RQD, k_CND, v_CND, own_k_RNPD, own_v_RNPD)
         out_NGRD = torch.empty_like(heads.q_NGRD)
+        kept = q_RQD.shape[1] * sum(block.size for block in blocks) <= MAX_KEPT_WEIGHTS
         weights = []
         with torch.autocast(q_RQD.device.type, enabled=False):
             for block in blocks:
                 weights_NGRW = heads.weights(block, scale)
                 out_NGRD[:, :, block.rows] = heads.mix(block, weights_NGRW)
-                weights.append(weights_NGRW)
+                if kept:
+                    weights.append(weights_NGRW)
         ctx.save_for_backward(q_RQD, k_CND, v_CND, own_k_RNPD, own_v_RNPD, *weights)
         ctx.blocks, ctx.scale = blocks, scale
         return out_NGRD.permute(2, 0, 1, 3).flatten(1, 2)
 
     @staticmethod
     def backward(ctx: Any, gradient_RQD: Tensor) -> tuple[Tensor | None, ...]:
-        inputs = ctx.saved_tensors[:5]
+        # Read once: with gradient checkpointing they can be had a single time.
+        saved = ctx.saved_tensors
+        inputs, kept = saved[:5], saved[5:]
         heads = _Heads(*inputs)
         gradients = _Heads(*(torch.zeros_like(tensor) for tensor in inputs))
         out_NGRD = _grouped(gradient_RQD, inputs[1].shape[1])
-        for block, weights in zip(ctx.blocks, ctx.saved_tensors[5:], strict=True):
-            heads.backward(block, weights, out_NGRD[:, :, block.rows], ctx.scale, gradients)
+        with torch.autocast(gradient_RQD.device.type, enabled=False):
+            for number, block in enumerate(ctx.blocks):
+                weights = kept[number] if kept else heads.weights(block, ctx.scale)
+                heads.backward(block, weights, out_NGRD[:, :, block.rows], ctx.scale, gradients)
         return gradients.q_RQD, gradients.k_CND, gradients.v_CND, gradients.own_k_RNPD, gradients.own_v_RNPD, None, None
 
 
@@ -128,7 +163,8 @@ class _Heads:
         q_NGRD = self.q_NGRD[:, :, block.rows]
         kv_heads, groups = q_NGRD.shape[:2]
         scores = torch.bmm(q_NGRD.flatten(1, 2), self.k_NCD[:, block.keys].transpose(1, 2))
-        scores_NGRL = scores.view(kv_heads, groups, *block.hidden.shape).masked_fill_(block.hidden, float("-inf"))
+        hidden = block.hidden
+        scores_NGRL = scores.view(kv_heads, groups, *hidden.shape).masked_fill_(hidden, float("-inf"))
         if self.own_k_RNPD.shape[2]:
             own_NGRP = (q_NGRD[:, :, :, None] * self.own_k_NRPD[:, None, block.rows]).sum(-1)
             scores_NGRL = torch.cat((scores_NGRL, own_NGRP), -1)

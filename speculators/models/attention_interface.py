@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
+from speculators.models.attention import BLOCK_ROWS
 from speculators.models.branches import Branches, attend_branches, attend_fused, attend_in_products
 from speculators.models.cache import SlotCache, SlotWrite, attend, slot_attention
 from speculators.models.masks import PackedMask
@@ -84,16 +85,13 @@ def attention(
         return attend_branches(query[0], key[0], value[0], branches, window, form, repeats)[None], None
     documents: Sequence[int] | None = options.get("documents")
     write: SlotWrite | None = options.get("slot_write") or _WRITE.get()
-    if documents is not None and plain:
-        return _attend_documents(query, key, value, documents, window, scale).transpose(1, 2), None
+    if documents is not None:
+        out = _attend_documents(query, key, value, documents, window, scale=scale, softcap=softcap, sinks=sinks)
+        return out.transpose(1, 2), None
     if write is not None and plain:
         return attend(write, query, key, value, scale, window).transpose(1, 2).contiguous(), None
     mask: Tensor | None
-    if documents is not None:
-        numbers = torch.arange(len(documents), device=query.device)
-        lengths = torch.tensor(documents, device=query.device)
-        mask = PackedMask(window).dense(numbers.repeat_interleave(lengths)[None])[:, None]
-    elif write is not None:
+    if write is not None:
         mask = write.mask(window)
     elif attention_mask is not None:
         mask = attention_mask
@@ -108,18 +106,39 @@ def attention(
 
 
 def _attend_documents(
-    q_BQTD: Tensor, k_BNTD: Tensor, v_BNTD: Tensor, documents: Sequence[int], window: int | None, scale: float
+    q_BQTD: Tensor,
+    k_BNTD: Tensor,
+    v_BNTD: Tensor,
+    documents: Sequence[int],
+    window: int | None,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """Causal attention inside each document; a mask over the whole row would hold the square of its length."""
-    parts = []
+    """Causal attention inside each document, [B, Q, T, D].
+
+    Where torch's own causal form does not do, a few queries at a time: a mask over a whole row, or a whole document,
+    would hold the square of its length.
+    """
+    mask, parts = PackedMask(window), []
     groups = q_BQTD.shape[1] // k_BNTD.shape[1]
+    plain = softcap is None and sinks is None
     for q, k, v in zip(*(tensor.split(list(documents), 2) for tensor in (q_BQTD, k_BNTD, v_BNTD)), strict=True):
         keys, values = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        if plain and window is None:
+            parts.append(F.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=scale))
+            continue
         index = torch.arange(q.shape[2], device=q.device)
-        mask = None if window is None else PackedMask(window).in_document(index[:, None], index)
-        parts.append(
-            F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale)
-        )
+        for start in range(0, len(index), BLOCK_ROWS):
+            end = min(start + BLOCK_ROWS, len(index))
+            first = 0 if window is None else max(start - window + 1, 0)
+            seen = mask.in_document(index[start:end, None], index[first:end])
+            part = q[:, :, start:end], keys[:, :, first:end], values[:, :, first:end]
+            if plain:
+                parts.append(F.scaled_dot_product_attention(*part, attn_mask=seen, scale=scale))
+            else:
+                parts.append(_attention_spelled_out(*part, seen, scale, softcap, sinks))
     return torch.cat(parts, 2)
 
 

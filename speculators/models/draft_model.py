@@ -7,21 +7,26 @@ from __future__ import annotations
 
 import fnmatch
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import ClassVar, Protocol, Self
+from typing import ClassVar, Protocol, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from speculators.errors import SpeculatorsError
 from speculators.formats.config import SpeculatorConfig
 from speculators.formats.verifier_weights import VerifierWeights
 from speculators.formats.vocab import DraftVocab
 from speculators.models.cache import SlotCache
+from speculators.models.compiling import CompilablePart
+from speculators.models.execution import Execution
 from speculators.models.family import Count, by_position
 from speculators.models.losses import VerifierHead
+
+Made = TypeVar("Made")
 
 
 class DraftSampler(Protocol):
@@ -175,9 +180,30 @@ class DraftModel(nn.Module, ABC):
     # Patterns of the names of matrices with a row a token.
     tables: ClassVar[tuple[str, ...]] = ("embed_tokens.weight", "lm_head.weight")
 
+    # Whether the methods of the model itself that are `compilable` are compiled; modules inside have their own.
+    compiles = False
+
     def __init__(self, config: SpeculatorConfig) -> None:
         super().__init__()
         self.config = config
+        self.execution = Execution()
+
+    def execute(self, execution: Execution) -> None:
+        """Carry out every later training forward in this way; TrainingError where this machine cannot."""
+        execution.require_possible(self.device)
+        self.execution = execution
+        for module in self.modules():
+            if hasattr(module, "compiles"):
+                cast(CompilablePart, module).compiles = execution.compile
+
+    def segment(self, part: Callable[..., Made], *inputs: Tensor) -> Made:
+        """Run a part of the forward of which, with gradient checkpointing, only the inputs are kept.
+
+        `part` has no effect but its result, draws no random number, and reads nothing that changes before the backward.
+        """
+        if not (self.execution.gradient_checkpointing and torch.is_grad_enabled()):
+            return part(*inputs)
+        return cast(Made, checkpoint(part, *inputs, use_reentrant=False, preserve_rng_state=False))
 
     @property
     def device(self) -> torch.device:

@@ -16,6 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from speculators.errors import FormatError
 from speculators.formats.decoder import DecoderConfig
+from speculators.models.compiling import compilable
 
 # Rope types whose table does not depend on the length of the sequence, so that a token's rotation never changes.
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -33,8 +34,8 @@ class SkinnyLinear(nn.Linear):
         """[..., in] -> [..., out]."""
         rows = input.numel() // self.in_features
         if (
-            rows not in _SKINNY_ROWS
-            or torch.is_grad_enabled()
+            torch.is_grad_enabled()
+            or rows not in _SKINNY_ROWS
             or input.dtype != torch.float32
             or self.weight.dtype != torch.float32
             or input.device.type != "cpu"
@@ -148,6 +149,8 @@ class SelfAttention(nn.Module):
     A draft's first layer may read a token beside a state, so `input_size` need not be the hidden size.
     """
 
+    compiles = False
+
     def __init__(self, decoder: DecoderConfig, input_size: int, window: int | None) -> None:
         super().__init__()
         self.head_dim = decoder.head_dim
@@ -163,10 +166,12 @@ class SelfAttention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, decoder.rms_norm_eps) if normed else None
         self.k_norm = RMSNorm(self.head_dim, decoder.rms_norm_eps) if normed else None
 
+    @compilable
     def query(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[..., input] -> rotated queries [..., Q, D]."""
         return self.as_query(self.q_proj(hidden), cos, sin)
 
+    @compilable
     def key_value(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """[..., input] -> rotated keys and values, each [..., N, D]."""
         return self.as_key(self.k_proj(hidden), cos, sin), self.as_heads(self.v_proj(hidden))
@@ -176,11 +181,13 @@ class SelfAttention(nn.Module):
         heads: Tensor = projected.unflatten(-1, (projected.shape[-1] // self.head_dim, self.head_dim))
         return heads
 
+    @compilable
     def as_query(self, projected: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """What `q_proj` gave -> rotated queries [..., Q, D]."""
         heads = self.as_heads(projected)
         return rotate(heads if self.q_norm is None else self.q_norm(heads), cos, sin)
 
+    @compilable
     def as_key(self, projected: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """What `k_proj` gave -> rotated keys [..., N, D]."""
         heads = self.as_heads(projected)
@@ -214,6 +221,8 @@ class DecoderLayer(nn.Module):
     of many positions but outputs of few projects queries and finishes for those few alone.
     """
 
+    compiles = False
+
     def __init__(self, decoder: DecoderConfig, index: int, input_size: int | None = None) -> None:
         super().__init__()
         window = decoder.sliding_window if decoder.layer_types[index] == "sliding_attention" else None
@@ -226,6 +235,7 @@ class DecoderLayer(nn.Module):
         """[..., H] -> (attention input, residual)."""
         return self.input_layernorm(hidden), hidden
 
+    @compilable
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         """Residual [..., H] and attended heads [..., Q, D] -> the layer's output [..., H]."""
         hidden = residual + self.self_attn.output(attended)

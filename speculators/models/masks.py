@@ -1,4 +1,4 @@
-"""Which position may look at which in packed rows: one predicate, evaluated blockwise or densely."""
+"""Which position may look at which in packed rows: one predicate, evaluated by blocks, by kernels, or densely."""
 
 from __future__ import annotations
 
@@ -25,6 +25,13 @@ class PackedMask:
         """The predicate where both sides are known to lie in one document."""
         seen = key <= query
         return seen if self.window is None else seen & (key > query - self.window)
+
+    def interval(self, query: Tensor, document_start: Tensor) -> tuple[Tensor, Tensor]:
+        """First key that a query sees, and the end of those it sees, int64; the first is the end where it sees none."""
+        end = query + 1
+        if self.window is None:
+            return document_start.expand_as(end), end
+        return torch.minimum(torch.maximum(document_start, end - self.window), end), end
 
     def dense(self, document_ids_BT: Tensor) -> Tensor:
         """Bool [B, T, T], query by key, over whole rows: the twin for tests and small inputs."""

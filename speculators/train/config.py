@@ -4,6 +4,8 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from speculators.models.execution import AttentionKernel, Execution
+
 OptimizerName = Literal["adamw", "muon"]
 ScheduleName = Literal["linear", "cosine", "constant", "wsd"]
 ComputeDtype = Literal["auto", "float32", "bfloat16"]
@@ -50,6 +52,13 @@ class TrainConfig(Section):
         default="auto", description="how several processes hold the draft: whole (ddp) or in parts (fsdp2)"
     )
     seed: int = Field(default=0, ge=0)
+    gradient_checkpointing: bool = Field(
+        default=False, description="keep the inputs of each layer alone, and run it again in the backward"
+    )
+    compile: bool = Field(default=False, description="compile the parts of layers with torch.compile")
+    attention: AttentionKernel = Field(
+        default="auto", description="blocks of scores, anywhere; flex, fused, on a GPU; auto is flex on a GPU"
+    )
 
     checkpoint_every: int = Field(default=500, ge=1, description="steps")
     keep_last: int = Field(default=1, ge=1, description="newest checkpoints kept")
@@ -65,9 +74,15 @@ class TrainConfig(Section):
             raise ValueError(f"betas are {list(self.betas)}; both must lie in [0, 1)")
         return self
 
+    def execution(self) -> Execution:
+        """How forwards are carried out."""
+        return Execution(self.gradient_checkpointing, self.compile, self.attention)
+
     def fixed_by_a_checkpoint(self) -> dict[str, object]:
         """The settings that a resumed run must share with the one it continues: all that change what is computed."""
         bookkeeping = {"prefetch", "checkpoint_every", "keep_last", "keep_best", "measure_every", "measure_prompts"}
         bookkeeping |= {"measure_tokens", "log_every", "max_skipped_steps"}
+        # How a step is carried out, not what it computes: like another machine, it changes the rounding at most.
+        bookkeeping |= {"gradient_checkpointing", "compile", "attention"}
         # Processes and accumulation may stand in for each other; their product is compared.
         return self.model_dump(mode="json", exclude=bookkeeping | {"strategy", "accumulation"})

@@ -147,6 +147,7 @@ class TrainingRun:
     def _prepared_draft(self) -> DraftModel:
         """The draft that is trained: the task's own, or a copy of it that is split over the processes."""
         draft = self.task.draft.to(self.device).train()
+        draft.execute(self.config.execution())
         if not self.checkpoints.all():
             self.task.objective.begin(draft, self.task.samples, self.head)
         self.workers.equalise(draft)

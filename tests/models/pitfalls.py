@@ -54,8 +54,8 @@ class Watched(torch.nn.Module):
         self.module = speculator.draft
         self.outputs: list[Tensor] = []
 
-    def forward(self, inputs: Any) -> Any:
-        found = self.module(inputs)
+    def forward(self, *inputs: Any) -> Any:
+        found = self.module(*inputs)
         self.outputs = [found] if isinstance(found, Tensor) else list(found)
         for output in self.outputs:
             output.retain_grad()

@@ -56,7 +56,7 @@ def test_blocks_equal_the_dense_twin(monkeypatch, window: int | None, num_own: i
         torch.testing.assert_close(one, other)
 
 
-def test_gradients_by_finite_differences() -> None:
+def test_row_27_gradients_by_finite_differences() -> None:
     """Gradients and modes of training are what they seem (pitfall 27)."""
     assert torch.autograd.gradcheck(lambda *tensors: blockwise(*tensors, window=4), inputs(2))
 

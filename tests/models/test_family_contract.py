@@ -141,7 +141,7 @@ def test_every_tensor_is_accounted_for_and_survives_saving_bit_by_bit(
 
 
 @every_variant
-def test_training_logits_are_those_of_serving(family: str, variant: str) -> None:
+def test_row_19_training_logits_are_those_of_serving(family: str, variant: str) -> None:
     """Two requests of different lengths, prefilled in chunks, drafting, then going on over their stale drafts.
 
     Pitfall 12 and pitfall 19.
@@ -192,7 +192,7 @@ def test_probabilities_of_a_sampled_proposal_stay_with_their_rows(family: str) -
 
 
 @every_variant
-def test_two_packed_documents_are_each_alone(family: str, variant: str) -> None:
+def test_row_17_two_packed_documents_are_each_alone(family: str, variant: str) -> None:
     """Documents in one row do not know of each other (pitfall 17)."""
     contract, speculator = contract_of(family), speculator_of(family, variant)
     masks = [[1] * 13, [0, 0, 1, 1, 0, 1, 1, 1, 1, 0, 1, 1]]
@@ -207,7 +207,7 @@ def test_two_packed_documents_are_each_alone(family: str, variant: str) -> None:
 
 
 @every_variant
-def test_no_position_sees_its_future(family: str, variant: str) -> None:
+def test_row_16_no_position_sees_its_future(family: str, variant: str) -> None:
     """Nothing sees a state at or after its own place (pitfall 16)."""
     contract, speculator = contract_of(family), speculator_of(family, variant)
     document = whole(11, speculator, 4)
@@ -313,7 +313,7 @@ def generate(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams) -> 
 
 
 @every_family
-def test_a_draft_that_knows_a_sample_by_heart_is_accepted_throughout(family: str) -> None:
+def test_row_19_a_draft_that_knows_a_sample_by_heart_is_accepted_throughout(family: str) -> None:
     """What is learnt in training is what is drafted in serving (pitfall 19)."""
     depth = depth_of(family)
     stats = recite(learnt_by_heart(family), depth).stats

@@ -108,7 +108,7 @@ def test_each_gradient_is_that_of_its_loss(name: str) -> None:
 # lk_hybrid is left out: its blend is held constant in the gradient, which no difference of losses can do.
 @pytest.mark.parametrize("name", [name for name in TERMS if name != "lk_hybrid"])
 @pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
-def test_gradients_by_finite_differences(name: str, trained: bool) -> None:
+def test_row_27_gradients_by_finite_differences(name: str, trained: bool) -> None:
     """Gradients and modes of training are what they seem (pitfall 27)."""
     hidden, weight, teacher_hidden, teacher_weight = tensors(torch.float64)
     loss = TokenLoss({name: 0.7}, chunk_rows=3)

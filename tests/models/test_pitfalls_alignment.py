@@ -32,7 +32,7 @@ def states_of(family: str, batch: PackedBatch) -> Tensor:
 
 
 @block_families
-def test_a_hole_in_the_mask_takes_out_the_one_slot_of_each_block_that_stands_on_it(family: str) -> None:
+def test_row_14_a_hole_in_the_mask_takes_out_the_one_slot_of_each_block_that_stands_on_it(family: str) -> None:
     """A slot's mask is that of the token it stands on (pitfall 14)."""
     speculator, mask = draft_of(family), [1] * 12
     mask[6] = 0
@@ -45,7 +45,7 @@ def test_a_hole_in_the_mask_takes_out_the_one_slot_of_each_block_that_stands_on_
 
 @block_families
 @pytest.mark.parametrize("from_anchor", [False, True])
-def test_each_slot_is_compared_with_the_verifier_at_the_token_before_the_one_it_predicts(
+def test_row_15_each_slot_is_compared_with_the_verifier_at_the_token_before_the_one_it_predicts(
     family: str, from_anchor: bool
 ) -> None:
     """Slot j of a block with anchor a has label a + j, or a + j + 1 from the anchor on; no shift is added (pitfall 15).
@@ -76,7 +76,7 @@ def test_each_slot_is_compared_with_the_verifier_at_the_token_before_the_one_it_
 
 @block_families
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 3}, {"sample_from_anchor": True}], ids=str)
-def test_no_block_learns_from_the_states_at_or_after_its_anchor(family: str, options: dict[str, Any]) -> None:
+def test_row_16_no_block_learns_from_the_states_at_or_after_its_anchor(family: str, options: dict[str, Any]) -> None:
     """Anchors stand one apart, from 0 to 8 of 13 tokens; a block's loss depends on states before it (pitfall 16)."""
     speculator = draft_of(family, **options)
     batch, watched = packed(speculator, [[1] * 13], 13), Watched(speculator)
@@ -104,9 +104,42 @@ def unrolled(family: str, steps: int) -> tuple[Speculator, Any]:
     return draft_of(family, **options), objective_of(family)
 
 
+# Which family is compared with the verifier's state before a token, and which with the token itself.
+LABELS = {"eagle3": "state", "peagle": "state", "eagle": "state", "medusa": "token", "mlp_speculator": "token"}
+LABELS["mtp"] = "token"
+
+
+@pytest.mark.parametrize("place", [2, 7, 15])
+@pytest.mark.parametrize("family", LABELS)
+def test_row_14_one_supervised_token_is_one_label(family: str, place: int) -> None:
+    """Of 16 tokens one is supervised, the last included: one row of logits learns, from that token (pitfall 14)."""
+    speculator, objective = unrolled(family, 1)
+    batch, head = packed(speculator, [[int(index == place) for index in range(16)]], 16), verifier_head()
+    watched = Watched(speculator)
+    output = objective.step(watched, batch, head)
+    output.loss.backward()
+    (states_RH,) = watched.outputs
+    assert states_RH.grad.abs().sum(-1).count_nonzero() == 1
+    assert output.metrics["loss_0"].count == output.metrics["full_acc_0"].count == 1
+
+    def changed(label: int) -> float:
+        """The loss after a change of what stands for the label of this number."""
+        kept = batch.last_hidden_states.clone(), batch.input_ids.clone()
+        if LABELS[family] == "state":
+            batch.last_hidden_states[0, label - 1] = -kept[0][0, label - 1]
+        elif label < 16:
+            batch.input_ids[0, label] = 3 if kept[1][0, label] != 3 else 5
+        loss = objective.step(speculator.draft, batch, head).loss.item()
+        batch.last_hidden_states, batch.input_ids = kept
+        return loss
+
+    assert abs(changed(place) - output.loss.item()) > 1e-4
+    assert changed(place + 1) == output.loss.item()
+
+
 @every_family
 @pytest.mark.parametrize("steps", [1, 2, 3])
-def test_a_document_learns_nothing_of_its_neighbours(family: str, steps: int) -> None:
+def test_row_17_a_document_learns_nothing_of_its_neighbours(family: str, steps: int) -> None:
     """The middle one of three in a row starts supervised; the others' states, tokens and masks do nothing (pitfall 17).
 
     That packed documents have together what each has alone, positions included, is in the family contract.
@@ -139,7 +172,7 @@ def test_a_document_learns_nothing_of_its_neighbours(family: str, steps: int) ->
 
 
 @block_families
-def test_anchors_are_counted_a_document(family: str) -> None:
+def test_row_18_anchors_are_counted_a_document(family: str) -> None:
     """Packed beside one of 200 tokens, a document of 20 keeps the blocks that it has alone (pitfall 18)."""
     speculator = draft_of(family)
     batch = packed(speculator, [[1] * 20, [1] * 200, [1] * 9], 229)
@@ -167,7 +200,7 @@ def context_of(speculator: Speculator) -> DraftContext:
 @every_family
 @pytest.mark.parametrize("from_anchor", [False, True])
 @pytest.mark.parametrize("size", [2, 8])
-def test_as_many_tokens_are_drafted_as_the_file_says(family: str, size: int, from_anchor: bool) -> None:
+def test_row_20_as_many_tokens_are_drafted_as_the_file_says(family: str, size: int, from_anchor: bool) -> None:
     """A block of B slots predicts B - 1 tokens, or B from the anchor on; other families what they say (pitfall 20)."""
     size_of = {"medusa": "num_heads", "mlp_speculator": "n_predict"}
     if family in ("dflash", "dflash2", "dspark"):
@@ -192,7 +225,7 @@ class Rows(list[Sample]):
 
 
 @block_families
-def test_samples_in_which_no_block_can_stand_are_an_error_that_says_where_supervision_lies(family: str) -> None:
+def test_row_21_samples_in_which_no_block_can_stand_are_an_error_that_says_where_supervision_lies(family: str) -> None:
     """It starts late, or the samples are short: both lengths and the interval are said (pitfall 21)."""
     speculator, objective = draft_of(family), objective_of(family)
 
@@ -207,7 +240,7 @@ def test_samples_in_which_no_block_can_stand_are_an_error_that_says_where_superv
 
 
 @pytest.mark.parametrize("family", ["eagle3", "peagle", "dflash", "dspark", "medusa"])
-def test_drafts_over_a_part_of_the_vocabulary_are_the_verifiers_ids(family: str) -> None:
+def test_row_22_drafts_over_a_part_of_the_vocabulary_are_the_verifiers_ids(family: str) -> None:
     """8 of 40 tokens with gaps: the chosen draft id is mapped, and its law scattered over 40 tokens (pitfall 22).
 
     What the Markov head of a DSpark draft is fed in between is tested with that family.
@@ -248,7 +281,7 @@ LAYERS = [
 
 
 @pytest.mark.parametrize(("family", "options"), LAYERS, ids=str)
-def test_mixed_lengths_and_padding_give_finite_numbers(family: str, options: dict[str, Any]) -> None:
+def test_row_23_mixed_lengths_and_padding_give_finite_numbers(family: str, options: dict[str, Any]) -> None:
     """Documents of 1 to 11 tokens, one without supervision, a row of padding alone; with default knobs (pitfall 23)."""
     if family in ("eagle3", "peagle"):
         options = {**options, "layer_type": "qwen3", "sliding_window": 2}
@@ -268,7 +301,7 @@ def test_mixed_lengths_and_padding_give_finite_numbers(family: str, options: dic
 
 @every_family
 @pytest.mark.parametrize("masks", [[[0] * 9, [0] * 5], [[1]], []], ids=["unsupervised", "short", "padding"])
-def test_a_batch_that_teaches_nothing_is_a_zero(family: str, masks: list[list[int]]) -> None:
+def test_row_23_a_batch_that_teaches_nothing_is_a_zero(family: str, masks: list[list[int]]) -> None:
     """Loss and gradients are zeros that can be added to those of other batches, and nothing is counted (pitfall 23)."""
     speculator = draft_of(family)
     objective = FAMILIES[family].objective()

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from speculators.models.dflash.anchors import documents_of
+from speculators.models.flex import attend_by_flex, number, up_to_tile
 
 # Scores a head that exist at a time: bounds the memory of long documents.
 MAX_SCORES = 1 << 20
@@ -42,6 +44,49 @@ class BlockMask:
         """Bool, broadcast over numbers of slots of one block."""
         seen = key_slot <= slot if self.causal else torch.ones_like(key_slot <= slot)
         return seen if self.window is None else seen & (key_slot > slot - self.window)
+
+    def block_interval(self, slot: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
+        """The first slot of its block that a slot sees, and the end of those it sees, int64."""
+        first = torch.zeros_like(slot) if self.window is None else (slot + 1 - self.window).clamp(min=0)
+        return first, slot + 1 if self.causal else torch.full_like(slot, num_slots)
+
+    def context_interval(self, anchor: Tensor, slot: Tensor, document_start: Tensor) -> tuple[Tensor, Tensor]:
+        """The first context key that a slot sees, and the end of those it sees, int64."""
+        if self.window is None:
+            return document_start, anchor
+        return torch.maximum(document_start, anchor + slot + 1 - self.window), anchor
+
+
+class BlockKeys:
+    """Keys of blocks as `flex` takes them: those of the context, then, from a new tile on, those of all blocks."""
+
+    def __init__(self, plan: BlockPlan, document_lengths: Sequence[int]) -> None:
+        device, slots = plan.anchors_A.device, plan.num_slots
+        lengths = torch.tensor(document_lengths, dtype=torch.int64, device=device)
+        start_C = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+        self.mask, self.num_slots = plan.mask, slots
+        self.anchors_A, self.start_A = plan.anchors_A, start_C[plan.anchors_A]
+        self.num_queries, self.own_start = slots * len(plan.anchors_A), up_to_tile(len(start_C))
+        self.num_keys = self.own_start + self.num_queries
+        self._own_start = number(self.own_start, device)
+
+    def visible(self, query: Tensor, key: Tensor) -> Tensor:
+        """Bool, broadcast over int64 numbers of queries and keys."""
+        block, slot, own = query // self.num_slots, query % self.num_slots, key - self._own_start
+        anchor = self.anchors_A[block]
+        context = self.mask.context(anchor, slot, key) & (key >= self.start_A[block])
+        of_block = self.mask.block(slot, own % self.num_slots) & (own >= 0) & (own // self.num_slots == block)
+        seen: Tensor = context | of_block
+        return seen
+
+    def intervals(self) -> list[tuple[Tensor, Tensor]]:
+        """That of the context and that of the block."""
+        query_R = torch.arange(self.num_queries, device=self.anchors_A.device)
+        block_R, slot_R = query_R // self.num_slots, query_R % self.num_slots
+        first_R, end_R = self.mask.block_interval(slot_R, self.num_slots)
+        start_R = self.own_start + block_R * self.num_slots
+        context = self.mask.context_interval(self.anchors_A[block_R], slot_R, self.start_A[block_R])
+        return [context, (start_R + first_R, start_R + end_R)]
 
 
 @dataclass(frozen=True)
@@ -71,9 +116,10 @@ class BlockPlan:
         num_slots: int,
         document_lengths: Sequence[int],
         mask: BlockMask,
-        max_scores: int = MAX_SCORES,
+        max_scores: int | None = None,
     ) -> BlockPlan:
-        """Plan so that a piece of more than one block has at most `max_scores` scores a head."""
+        """Plan so that a piece of more than one block has at most `max_scores` (`MAX_SCORES`) scores a head."""
+        max_scores = MAX_SCORES if max_scores is None else max_scores
         anchors, pieces, start, first = anchors_A.tolist(), [], 0, 0
         for length, count in zip(document_lengths, documents_of(anchors_A, document_lengths), strict=True):
             end = start + count
@@ -115,6 +161,19 @@ def block_attention(
     return out
 
 
+def flex_block_attention(
+    q_ASQD: Tensor, block: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], keys: BlockKeys, scale: float
+) -> Tensor:
+    """What `block_attention` computes, by a fused kernel; on a CPU without gradients alone."""
+    room = keys.own_start - len(context[0])
+    joined = [
+        torch.cat((F.pad(of_context, (0, 0, 0, 0, 0, room)), of_block.flatten(0, 1)))
+        for of_context, of_block in zip(context, block, strict=True)
+    ]
+    out_RQD = attend_by_flex(q_ASQD.flatten(0, 1), joined[0], joined[1], keys, scale)
+    return out_RQD.view(*q_ASQD.shape[:2], *out_RQD.shape[1:])
+
+
 class _BlockAttention(torch.autograd.Function):
     """Piece by piece, both ways; the backward pass makes the weights again, which would fill the memory."""
 
@@ -133,8 +192,10 @@ class _BlockAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_ASQD: Tensor) -> tuple[Tensor | None, ...]:
-        heads, plan = _Heads(*ctx.saved_tensors), ctx.plan
-        gradients = _Heads(*(torch.zeros_like(tensor) for tensor in ctx.saved_tensors))
+        # Read once: with gradient checkpointing they can be had a single time.
+        inputs, plan = ctx.saved_tensors, ctx.plan
+        heads = _Heads(*inputs)
+        gradients = _Heads(*(torch.zeros_like(tensor) for tensor in inputs))
         out_NASGD = _heads_first(gradient_ASQD, len(heads.q_NASGD))
         with torch.autocast(gradient_ASQD.device.type, enabled=False):
             for piece in plan.pieces:

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from speculators.models.cache import SlotWrite, attend
+from speculators.models.compiling import compilable
 from speculators.models.decoder_draft import DecoderDraftModel
-from speculators.models.dflash.blocks import BlockMask, BlockPlan, block_attention
+from speculators.models.dflash.blocks import BlockKeys, BlockMask, BlockPlan, block_attention, flex_block_attention
 from speculators.models.dflash.config import BlockDraftConfig
 from speculators.models.draft_model import DraftContext, DraftSampler, Proposal
 from speculators.models.layers import DecoderLayer, RMSNorm, RotaryTable, SkinnyLinear
@@ -79,6 +80,7 @@ class DFlashModel(DecoderDraftModel):
         self.add_vocabulary(config.draft_vocab_size, own=own, trained_embeddings=own)
         self.rotary = RotaryTable(decoder)
 
+    @compilable
     def combine(self, aux_hidden_states: Tensor) -> Tensor:
         """Aux states [..., A*H] -> context states [..., H], of which every layer makes its keys and values."""
         context: Tensor = self.hidden_norm(self.fc(aux_hidden_states.to(self.fc.weight.dtype)))
@@ -102,7 +104,7 @@ class DFlashModel(DecoderDraftModel):
     def fill(self, hidden_ASH: Tensor, attend: Callable[[int, Tensor], Tensor]) -> Tensor:
         """All layers and the final norm over the slots of blocks; `attend` also takes the number of the layer."""
         for index, layer in enumerate(self.blocks()):
-            hidden_ASH = layer.run(hidden_ASH, partial(attend, index))
+            hidden_ASH = self.segment(partial(layer.run, attend=partial(attend, index)), hidden_ASH)
         normed: Tensor = self.norm(hidden_ASH)
         return normed
 
@@ -153,7 +155,7 @@ class _PackedBlocks:
 
     def __init__(self, model: DFlashModel, inputs: BlockInputs) -> None:
         self.model, self.inputs = model, inputs
-        self.context_CH = model.combine(inputs.features_CX)
+        self.context_CH = model.segment(model.combine, inputs.features_CX)
         slots_S = torch.arange(model.config.block_size, device=inputs.anchors_A.device)
         positions_AS = inputs.positions_C[inputs.anchors_A, None] + slots_S
         end = int(inputs.positions_C.max()) + len(slots_S) if len(inputs.positions_C) else 1
@@ -165,8 +167,11 @@ class _PackedBlocks:
         attention = self.model.blocks()[index].self_attn
         query, own = attention.query(states_ASH, *self.here), attention.key_value(states_ASH, *self.here)
         context = self.model.context_key_values(index, self.context_CH, *self.there)
-        mask = BlockMask(self.model.config.is_causal(index), attention.window)
-        return block_attention(query, own, context, self._plan(mask), attention.scale)
+        plan = self._plan(BlockMask(self.model.config.is_causal(index), attention.window))
+        if self.model.execution.uses_flex(query.device):
+            keys = BlockKeys(plan, self.inputs.document_lengths)
+            return flex_block_attention(query, own, context, keys, attention.scale)
+        return block_attention(query, own, context, plan, attention.scale)
 
     def _plan(self, mask: BlockMask) -> BlockPlan:
         if mask not in self.plans:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from speculators.models.compiling import compilable
 from speculators.models.dflash.config import BlockDraftConfig
 from speculators.models.dflash.model import Attend, BlockLayer, DFlashModel
 from speculators.models.dflash2.config import DFlash2Config
@@ -24,6 +25,8 @@ class GroupedDynamicCausalConv(nn.Module):
     state: out_s = sum over taps t of (base[side, t] + correction[side, t, group]) * in_{s-t}. A tap that would reach
     before the block's first slot reads nothing.
     """
+
+    compiles = False
 
     def __init__(self, config: DFlash2Config) -> None:
         super().__init__()
@@ -45,6 +48,7 @@ class GroupedDynamicCausalConv(nn.Module):
         before, after = self.kernel_projection(states).unflatten(-1, (2, self.taps, -1)).unbind(-3)
         return before, after
 
+    @compilable
     def forward(self, states_ASH: Tensor, side: int, corrections: Tensor) -> Tensor:
         """Convolve [A, S, H] along the slots; `side` 0 is the one before, 1 the one after."""
         out = torch.zeros_like(states_ASH)

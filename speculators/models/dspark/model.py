@@ -52,7 +52,7 @@ class DSparkModel(DFlashModel):
         first = self.config.first_slot
         previous_AS = torch.cat((previous_ids_AJ[:, :1],) * first + (previous_ids_AJ,), 1)
         embeds_ASR = self.markov_head.embed(previous_AS)
-        return embeds_ASR[:, first:], self.markov_head(states_ASH, embeds_ASR)[:, first:]
+        return embeds_ASR[:, first:], self.segment(self.markov_head, states_ASH, embeds_ASR)[:, first:]
 
     def choose(self, states_BSH: Tensor, anchor_ids_B: Tensor, drafts: Drafts) -> Tensor | None:
         """Draw left to right, each slot from logits biased by the token before it, which is an id of the verifier's.

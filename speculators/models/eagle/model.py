@@ -18,7 +18,7 @@ from speculators.models.draft_model import DraftContext, DraftSampler, Proposal
 from speculators.models.eagle.config import EagleConfig
 from speculators.models.layers import DecoderLayer, RMSNorm, RotaryTable, SkinnyLinear
 from speculators.models.proposing import Drafts, normed_states
-from speculators.models.unroll import Trunk, Unroll
+from speculators.models.unroll import Memory, Trunk, Unroll
 
 
 class EagleLayer(DecoderLayer):
@@ -70,11 +70,11 @@ class EagleModel(DecoderDraftModel):
         Features are the verifier's states after its final norm. What a step hands to the next is detached, as in HASS:
         each step learns to continue the states it is given.
         """
-        trunk = EagleTrunk(self, inputs)
-        hidden = self.output(trunk.first(inputs.features_CX))
+        trunk, memory = EagleTrunk(self, inputs), Memory(len(self.layers))
+        hidden = self.output(trunk.first(inputs.features_CX, memory))
         steps = [hidden]
         for step in range(1, len(inputs.slots)):
-            hidden = self.output(trunk.later(hidden.detach(), step))
+            hidden = self.output(trunk.later(hidden.detach(), memory, step))
             steps.append(hidden)
         return steps
 

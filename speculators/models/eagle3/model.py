@@ -14,7 +14,7 @@ from speculators.models.eagle3.config import Eagle3Config
 from speculators.models.eagle3.network import FusedDraftModel
 from speculators.models.eagle3.unroll import Eagle3Trunk
 from speculators.models.proposing import Drafts
-from speculators.models.unroll import Unroll
+from speculators.models.unroll import Memory, Unroll
 
 
 class Eagle3Model(FusedDraftModel):
@@ -27,11 +27,11 @@ class Eagle3Model(FusedDraftModel):
 
         Keys and values of step 0 are made for every context position, queries and all that follows for active ones.
         """
-        trunk = Eagle3Trunk(self, inputs)
-        hidden, steps = trunk.first(self.combine(inputs.features_CX)), []
+        trunk, memory = Eagle3Trunk(self, inputs), Memory(len(self.layers))
+        hidden, steps = trunk.first(self.segment(self.combine, inputs.features_CX), memory), []
         for step in range(len(inputs.slots)):
             if step:
-                hidden = trunk.later(hidden, step)
+                hidden = trunk.later(hidden, memory, step)
             normed: Tensor = self.norm(hidden)
             steps.append(normed)
             if self.config.norm_output:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from speculators.formats.verifier_weights import VerifierWeights
 from speculators.formats.vocab import DraftVocab
+from speculators.models.compiling import compilable
 from speculators.models.decoder_draft import DecoderDraftModel
 from speculators.models.draft_model import DraftContext
 from speculators.models.eagle3.config import FusedDraftConfig
@@ -69,6 +70,7 @@ class FusedDraftModel(DecoderDraftModel):
             copied = weights.embed_tokens.to(self.device, torch.float32, copy=True)
             self.embed_tokens.weight = nn.Parameter(copied)
 
+    @compilable
     def combine(self, aux_hidden_states: Tensor) -> Tensor:
         """Aux states [..., A*H] -> the draft's first state [..., H]: the norms the config asks for, then `fc`.
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import torch
+from functools import partial
+
 from torch import Tensor
 from torch.nn import functional as F
 
 from speculators.models.eagle3.network import Eagle3FirstLayer, FusedDraftModel
 from speculators.models.layers import DecoderLayer
 from speculators.models.unroll import Trunk, Unroll
+
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
 class TokenPart:
@@ -19,15 +22,12 @@ class TokenPart:
     is needed for a gradient by them; where they are trained, autograd takes it through the normed embeddings.
     """
 
-    def __init__(self, layer: Eagle3FirstLayer, embeds_CH: Tensor) -> None:
-        attention, norm = layer.self_attn, layer.input_layernorm
-        normed = F.rms_norm(embeds_CH, norm.weight.shape, None, norm.eps)
-        self._contributed, self._state_weights = {}, {}
-        for name in ("q_proj", "k_proj", "v_proj"):
-            projection = getattr(attention, name)
-            of_token, of_state = torch.split(projection.weight, norm.weight.shape[0], 1)
-            self._contributed[name] = F.linear(normed, of_token * norm.weight, projection.bias)
-            self._state_weights[name] = of_state
+    def __init__(self, model: FusedDraftModel, embeds_CH: Tensor) -> None:
+        attention, width = model.first_layer.self_attn, model.first_layer.input_layernorm.weight.shape[0]
+        weights = [getattr(attention, name).weight.split(width, 1)[1] for name in _PROJECTIONS]
+        contributed = model.segment(partial(_contributions, model.first_layer), embeds_CH)
+        self._state_weights = dict(zip(_PROJECTIONS, weights, strict=True))
+        self._contributed = dict(zip(_PROJECTIONS, contributed, strict=True))
 
     def project(self, name: str, state: Tensor, tokens: Tensor | None) -> Tensor:
         """The projection `name` of states [R, H] beside the tokens at context positions `tokens` [R] (None: all)."""
@@ -36,13 +36,21 @@ class TokenPart:
         return contributed + F.linear(state, self._state_weights[name])
 
 
+def _contributions(layer: Eagle3FirstLayer, embeds_CH: Tensor) -> list[Tensor]:
+    """What the tokens add to each of `_PROJECTIONS`; a function of its own, see `Memory`."""
+    norm = layer.input_layernorm
+    normed, width = F.rms_norm(embeds_CH, norm.weight.shape, None, norm.eps), norm.weight.shape[0]
+    projections = (getattr(layer.self_attn, name) for name in _PROJECTIONS)
+    return [F.linear(normed, each.weight.split(width, 1)[0] * norm.weight, each.bias) for each in projections]
+
+
 class Eagle3Trunk(Trunk):
     """The layers over one packed batch; tokens reach the first one through `TokenPart`."""
 
     def __init__(self, model: FusedDraftModel, inputs: Unroll) -> None:
         super().__init__(model, inputs)
         self.first_layer = model.first_layer
-        self.tokens = TokenPart(model.first_layer, model.embed(inputs.token_ids_C))
+        self.tokens = TokenPart(model, model.embed(inputs.token_ids_C))
 
     def enter(self, layer: DecoderLayer, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """What `project` reads, and the residual."""

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from speculators.formats.faults import error_of, fault
 from speculators.formats.verifier_weights import VerifierWeights
 from speculators.formats.vocab import DraftVocab
+from speculators.models.compiling import compilable
 from speculators.models.draft_model import DraftContext, DraftModel, DraftSampler, Proposal
 from speculators.models.layers import SkinnyLinear
 from speculators.models.medusa.config import MedusaConfig
@@ -25,6 +26,8 @@ from speculators.models.proposing import Drafts, at_last, normed_states
 class ResidualBlock(nn.Module):
     """x + silu(W x + b), layer by layer."""
 
+    compiles = False
+
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
         size = config.hidden_size
@@ -32,6 +35,7 @@ class ResidualBlock(nn.Module):
             SkinnyLinear(size, size, bias=config.medusa_fc_bias) for _ in range(config.medusa_num_layers)
         )
 
+    @compilable
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., H] -> [..., H]."""
         for layer in self.layers:
@@ -102,7 +106,7 @@ class MedusaModel(DraftModel):
 
     def forward(self, normed_RH: Tensor) -> list[Tensor]:
         """States after the verifier's final norm [R, H] -> per head the states [R, H] that its output head reads."""
-        return [block(normed_RH) for block in self.blocks]
+        return [self.segment(block, normed_RH) for block in self.blocks]
 
     @torch.no_grad()
     def propose(self, context: DraftContext, num_tokens: int, sampler: DraftSampler) -> Proposal:

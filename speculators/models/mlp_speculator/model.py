@@ -8,6 +8,7 @@ width of the recurrence.
 
 from __future__ import annotations
 
+from functools import partial
 from math import sqrt
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from speculators.formats.faults import error_of, fault
+from speculators.models.compiling import compilable
 from speculators.models.draft_model import DraftContext, DraftModel, DraftSampler, Proposal
 from speculators.models.layers import SkinnyLinear, draw_parameters
 from speculators.models.mlp_speculator.config import MlpSpeculatorConfig
@@ -68,6 +70,7 @@ class MlpSpeculatorModel(DraftModel):
             return states
         return (F.rms_norm(states.float(), states.shape[-1:], None, _EPS) / sqrt(2)).to(states.dtype)
 
+    @compilable
     def advance(self, state: Tensor, token_ids: Tensor, step: int) -> Tensor:
         """Step `step`: states [..., H or I] and int64 tokens [...] -> states [..., I] that its head reads."""
         mixed = _of_step(self.proj, step)(state) + self.token_scale * _of_step(self.emb, step)(token_ids)
@@ -81,7 +84,7 @@ class MlpSpeculatorModel(DraftModel):
         """States after the verifier's final norm, and the K tokens after each -> per step the states [R, I]."""
         state, states = self.start(normed_RH), []
         for step, token_ids_R in enumerate(token_ids_RK.unbind(1)):
-            state = self.advance(state, token_ids_R, step)
+            state = self.segment(partial(self.advance, step=step), state, token_ids_R)
             states.append(state)
         return states
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from speculators.formats.verifier_weights import VerifierWeights
 from speculators.models.attention_interface import SlotKeyValues
 from speculators.models.cache import SlotCache, SlotWrite
+from speculators.models.compiling import compilable
 from speculators.models.draft_model import DraftContext, DraftModel, DraftSampler, Proposal
 from speculators.models.layers import SkinnyLinear, draw_parameters
 from speculators.models.mtp.block import MtpBlock, build_block, build_rotary, cache_argument
@@ -88,7 +90,8 @@ class MtpModel(DraftModel):
         hidden_BCH, steps = inputs.states_CH[None].to(self.dtype), []
         options = {"documents": inputs.document_lengths}
         for token_ids_C in inputs.token_ids_KC:
-            hidden_BCH = self._apply_block(token_ids_C[None], hidden_BCH, inputs.positions_C[None], options)
+            step = partial(self._apply_block, positions_BT=inputs.positions_C[None], options=options)
+            hidden_BCH = self.segment(step, token_ids_C[None], hidden_BCH)
             steps.append(hidden_BCH[0])
         return steps
 
@@ -97,15 +100,22 @@ class MtpModel(DraftModel):
     ) -> Tensor:
         """The block on one step's tokens and states; `options` tell `attention_interface.attention` where keys lie."""
         block = self.block
-        embeds_BTH = self.embed_tokens(token_ids_BT).to(self.dtype)
-        if self.config.transformer_layer_config.style.zero_first:
-            embeds_BTH = embeds_BTH * (positions_BT != 0)[:, :, None]
-        joined = torch.cat((block.token_layernorm(embeds_BTH), block.hidden_layernorm(hidden_BTH)), -1)
-        inputs_BTH = block.input_proj(joined)
+        inputs_BTH = self._join(token_ids_BT, hidden_BTH, positions_BT)
         turns = self.rotary(inputs_BTH, positions_BT)
         out = block(inputs_BTH, position_embeddings=turns, position_ids=positions_BT, attention_mask=None, **options)
         normed: Tensor = block.final_layernorm(out)
         return normed
+
+    @compilable
+    def _join(self, token_ids_BT: Tensor, hidden_BTH: Tensor, positions_BT: Tensor) -> Tensor:
+        """Tokens and states side by side -> what enters the layer."""
+        block = self.block
+        embeds_BTH = self.embed_tokens(token_ids_BT).to(self.dtype)
+        if self.config.transformer_layer_config.style.zero_first:
+            embeds_BTH = embeds_BTH * (positions_BT != 0)[:, :, None]
+        joined = torch.cat((block.token_layernorm(embeds_BTH), block.hidden_layernorm(hidden_BTH)), -1)
+        entered: Tensor = block.input_proj(joined)
+        return entered
 
     def make_cache(self, num_slots: int) -> SlotCache:
         """An empty cache of the block's keys and values for `num_slots` requests."""

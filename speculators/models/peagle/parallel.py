@@ -8,8 +8,9 @@ Q query heads, N key heads, D head size, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -17,7 +18,9 @@ from torch import Tensor
 
 from speculators.models.attention import Block, packed_attention, plan_blocks
 from speculators.models.eagle3.network import FusedDraftModel
+from speculators.models.flex import PackedKeys, flex_packed_attention
 from speculators.models.layers import DecoderLayer
+from speculators.models.masks import PackedMask
 
 # Residual [E, H], and queries, keys and values [E, heads * D] before their norms and rotation.
 Projections = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -52,21 +55,26 @@ class ParallelTrunk:
         positions = [inputs.positions_C[anchors] + depth for depth, anchors in enumerate(self.deeper, 1)]
         self.positions_E = torch.cat((inputs.positions_C, *positions))
         self.end = int(self.positions_E.max()) + 1
-        self._blocks: dict[tuple[int, int, int | None], list[Block]] = {}
+        self._blocks: dict[tuple[int, int | None], list[Block]] = {}
 
     def run(self) -> list[Tensor]:
         """The last layer's output [R, H] at the anchors of each depth."""
-        *earlier, last = self.model.blocks()
-        inputs = self._first()
-        for layer, following in pairwise([*earlier, last]):
-            inputs = _entered(following, self._layer(layer, *inputs, self.context))
-        hidden = self._layer(last, *inputs, self.inputs.anchors[0])
+        layers, hidden = self.model.blocks(), self.inputs.features_CX
+        for index, layer in enumerate(layers):
+            slots = self.inputs.anchors[0] if index == len(layers) - 1 else self.context
+            enter = partial(_entered, layer) if index else self._first
+            hidden = self.model.segment(partial(self._run_layer, layer, enter, slots), hidden)
         return list(hidden.split([len(anchors) for anchors in self.inputs.anchors]))
 
-    def _first(self) -> Projections:
+    def _run_layer(
+        self, layer: DecoderLayer, enter: Callable[[Tensor], Projections], slots: Tensor, inputs: Tensor
+    ) -> Tensor:
+        return self._layer(layer, *enter(inputs), slots)
+
+    def _first(self, features_CX: Tensor) -> Projections:
         """What enters the first layer; before rotation all elements of depth >= 1 are alike there."""
-        model, inputs = self.model, self.inputs
-        embeds_CH, hidden_CH = model.embed(inputs.token_ids_C), model.combine(inputs.features_CX)
+        model = self.model
+        embeds_CH, hidden_CH = model.embed(self.inputs.token_ids_C), model.combine(features_CX)
         of_context, residual_CH = model.first_layer.join(embeds_CH, hidden_CH)
         of_mask, residual_1H = model.first_layer.join(*self.mask_slot)
         mine = (residual_CH, *_projected(model.first_layer, of_context))
@@ -96,7 +104,7 @@ class ParallelTrunk:
         queries = q_RQD.split([len(slots), *self.sizes[1:]])
         (k_CND, *keys), (v_CND, *values) = k_END.split(self.sizes), v_END.split(self.sizes)
         own: list[tuple[Tensor, Tensor]] = []
-        attended = [packed_attention(queries[0], k_CND, v_CND, [], self._plan(slots, 0, window), scale)]
+        attended = [self._attend_depth(queries[0], (k_CND, v_CND), [], slots, window, scale)]
         for depth, anchors in enumerate(self.deeper, 1):
             if depth > 1:
                 kept = self.kept[depth - 2]
@@ -104,14 +112,29 @@ class ParallelTrunk:
             own.append((keys[depth - 1], values[depth - 1]))
             # A window ends at the element's own position, depth places behind its anchor.
             seen = own if window is None else own[max(depth - window, 0) :]
-            blocks = self._plan(anchors, depth, window)
-            attended.append(packed_attention(queries[depth], k_CND, v_CND, seen, blocks, scale))
+            reach = None if window is None else window - depth
+            attended.append(self._attend_depth(queries[depth], (k_CND, v_CND), seen, anchors, reach, scale))
         return torch.cat(attended)
 
-    def _plan(self, slots: Tensor, depth: int, window: int | None) -> list[Block]:
-        key = (len(slots), depth, window)
+    def _attend_depth(
+        self,
+        q_RQD: Tensor,
+        context: tuple[Tensor, Tensor],
+        own: Sequence[tuple[Tensor, Tensor]],
+        slots: Tensor,
+        reach: int | None,
+        scale: float,
+    ) -> Tensor:
+        """Attended heads of the queries at `slots`, which see `reach` context positions up to their anchors."""
+        if self.model.execution.uses_flex(q_RQD.device):
+            mask = PackedKeys(slots, self.inputs.document_lengths, PackedMask(reach), len(own))
+            return flex_packed_attention(q_RQD, *context, own, mask, scale)
+        return packed_attention(q_RQD, *context, own, self._plan(slots, reach), scale)
+
+    def _plan(self, slots: Tensor, reach: int | None) -> list[Block]:
+        # The trunk keeps the slots' tensors alive, so that no other one gets the same identity.
+        key = (id(slots), reach)
         if key not in self._blocks:
-            reach = None if window is None else window - depth
             self._blocks[key] = plan_blocks(slots, self.inputs.document_lengths, reach)
         return self._blocks[key]
 

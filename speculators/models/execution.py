@@ -1,0 +1,72 @@
+"""How a training forward is carried out: what is kept for the backward, what is compiled, which kernel attends.
+
+None of it changes what is computed, but for rounding. Free of torch.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Literal
+
+from speculators.errors import TrainingError
+
+if TYPE_CHECKING:
+    import torch
+
+AttentionKernel = Literal["auto", "blocks", "flex"]
+
+
+@dataclass(frozen=True)
+class Execution:
+    """The choices of a run.
+
+    With `gradient_checkpointing` a layer keeps its inputs alone and is run again in the backward. With `compile` the
+    methods marked by `compiling.compilable` are compiled. `attention` is "blocks" (scores block by block, anywhere),
+    "flex" (one fused kernel, on a GPU), or "auto": flex on a GPU, else blocks.
+    """
+
+    gradient_checkpointing: bool = False
+    compile: bool = False
+    attention: AttentionKernel = "auto"
+
+    def require_possible(self, device: torch.device) -> None:
+        """Raise TrainingError where `device` lacks what the choices need."""
+        if self.attention == "flex" and device.type != "cuda":
+            raise TrainingError(
+                f"attention 'flex' has no backward on {device.type!r}; train on a GPU, or set train.attention to 'auto'"
+            )
+        if self.compile:
+            require_compiler(device)
+
+    def uses_flex(self, device: torch.device) -> bool:
+        """Whether attention on `device` is the fused kernel."""
+        return self.attention == "flex" or (self.attention == "auto" and device.type == "cuda")
+
+
+def require_compiler(device: torch.device, environment: Mapping[str, str] = os.environ) -> None:
+    """Raise TrainingError where torch.compile finds no compiler for `device`: by itself it says so at the first step.
+
+    A C++ compiler ($CXX, else g++, or clang++ on macOS) for a CPU; Triton for a GPU, and a C compiler for what launches
+    its kernels ($CC, else gcc or clang).
+    """
+    if device.type == "cpu":
+        wanted = [environment.get("CXX", "clang++" if platform.system() == "Darwin" else "g++")]
+        kind, variable = "C++", "CXX"
+    else:
+        wanted = [environment["CC"]] if "CC" in environment else ["gcc", "clang"]
+        kind, variable = "C", "CC"
+        if find_spec("triton") is None:
+            raise TrainingError(
+                f"train.compile on {device.type!r} needs Triton, which is not installed; install the package 'triton', "
+                "or set train.compile to false"
+            )
+    if not any(shutil.which(name, path=environment.get("PATH", os.defpath)) for name in wanted):
+        raise TrainingError(
+            f"train.compile on {device.type!r} needs a {kind} compiler, and {' or '.join(wanted)} is not on the PATH; "
+            f"install it, let {variable} name another one, or set train.compile to false"
+        )
