@@ -2,16 +2,16 @@
 
     accelerate launch recipes/dflash_smollm2_cpu.py [stage ...] [key=value ...] [--plan]
 
-On two CPU cores; data, schedule and evaluation are those of `hour_recipe`, as for all families.
+Some ten minutes on two CPU cores; data, schedule and evaluation are those of `minutes_recipe`, as for the quickstart.
 """
 
 from speculators.models.dflash.draft import DFlashDraft
 from speculators.models.dflash.objective import DFlashObjective
-from speculators.train.quickstart import hour_recipe
+from speculators.train.quickstart import minutes_recipe
 from speculators.train.recipe import run
 
-RECIPE = hour_recipe(
-    DFlashDraft(draft_vocab_size=8192, num_layers=2, block_size=4),
+RECIPE = minutes_recipe(
+    DFlashDraft(draft_vocab_size=4096, num_layers=2, block_size=4),
     DFlashObjective(),
     family="dflash",
 )

@@ -2,16 +2,16 @@
 
     accelerate launch recipes/dspark_smollm2_cpu.py [stage ...] [key=value ...] [--plan]
 
-On two CPU cores; data, schedule and evaluation are those of `hour_recipe`, as for all families.
+Some ten minutes on two CPU cores; data, schedule and evaluation are those of `minutes_recipe`, as for the quickstart.
 """
 
 from speculators.models.dspark.draft import DSparkDraft
 from speculators.models.dspark.objective import DSparkObjective
-from speculators.train.quickstart import hour_recipe
+from speculators.train.quickstart import minutes_recipe
 from speculators.train.recipe import run
 
-RECIPE = hour_recipe(
-    DSparkDraft(draft_vocab_size=8192, num_layers=2, block_size=3),
+RECIPE = minutes_recipe(
+    DSparkDraft(draft_vocab_size=4096, num_layers=2, block_size=3),
     DSparkObjective(),
     family="dspark",
 )

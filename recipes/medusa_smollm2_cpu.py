@@ -2,16 +2,16 @@
 
     accelerate launch recipes/medusa_smollm2_cpu.py [stage ...] [key=value ...] [--plan]
 
-On two CPU cores; data, schedule and evaluation are those of `hour_recipe`, as for all families.
+Some ten minutes on two CPU cores; data, schedule and evaluation are those of `minutes_recipe`, as for the quickstart.
 """
 
 from speculators.models.medusa.draft import MedusaDraft
 from speculators.models.medusa.objective import MedusaObjective
-from speculators.train.quickstart import hour_recipe
+from speculators.train.quickstart import minutes_recipe
 from speculators.train.recipe import run
 
-RECIPE = hour_recipe(
-    MedusaDraft(num_heads=3, draft_vocab_size=8192),
+RECIPE = minutes_recipe(
+    MedusaDraft(num_heads=3, draft_vocab_size=4096),
     MedusaObjective(),
     family="medusa",
 )

@@ -2,15 +2,15 @@
 
     accelerate launch recipes/mlp_speculator_smollm2_cpu.py [stage ...] [key=value ...] [--plan]
 
-On two CPU cores; data, schedule and evaluation are those of `hour_recipe`, as for all families.
+Some ten minutes on two CPU cores; data, schedule and evaluation are those of `minutes_recipe`, as for the quickstart.
 """
 
 from speculators.models.mlp_speculator.draft import MlpSpeculatorDraft
 from speculators.models.mlp_speculator.objective import MlpSpeculatorObjective
-from speculators.train.quickstart import hour_recipe
+from speculators.train.quickstart import minutes_recipe
 from speculators.train.recipe import run
 
-RECIPE = hour_recipe(
+RECIPE = minutes_recipe(
     MlpSpeculatorDraft(n_predict=3),
     MlpSpeculatorObjective(),
     family="mlp_speculator",

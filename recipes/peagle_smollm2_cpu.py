@@ -2,16 +2,16 @@
 
     accelerate launch recipes/peagle_smollm2_cpu.py [stage ...] [key=value ...] [--plan]
 
-On two CPU cores; data, schedule and evaluation are those of `hour_recipe`, as for all families.
+Some ten minutes on two CPU cores; data, schedule and evaluation are those of `minutes_recipe`, as for the quickstart.
 """
 
 from speculators.models.peagle.draft import PEagleDraft
 from speculators.models.peagle.objective import PEagleObjective
-from speculators.train.quickstart import hour_recipe
+from speculators.train.quickstart import minutes_recipe
 from speculators.train.recipe import run
 
-RECIPE = hour_recipe(
-    PEagleDraft(draft_vocab_size=8192, num_layers=2, num_speculative_tokens=3),
+RECIPE = minutes_recipe(
+    PEagleDraft(draft_vocab_size=4096, num_layers=2, num_speculative_tokens=3),
     PEagleObjective(num_depths=3),
     family="peagle",
 )
