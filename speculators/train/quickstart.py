@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
+from pydantic import BaseModel
+
 from speculators.models import DEFAULT_FAMILY
 from speculators.models.choices import DraftChoices
-from speculators.models.objective import TrainingObjective
 from speculators.train.config import TrainConfig
 from speculators.train.recipe import DataConfig, EvaluateConfig, Recipe
 
@@ -29,16 +30,16 @@ def quickstart_recipe(bfloat16: bool) -> Recipe:
     """The recipe for a machine that has instructions for bfloat16 products, or for one that has none."""
     # A smaller draft vocabulary is cheaper in training and serving, and loses 3 tokens in 100.
     draft = DEFAULT_FAMILY.draft(draft_vocab_size=4096)
-    recipe = minutes_recipe(
-        draft, DEFAULT_FAMILY.objective(), DEFAULT_FAMILY.name, rows=ROWS if bfloat16 else ROWS_IN_FLOAT32
-    )
-    return recipe.model_copy(update={"name": "quickstart"})
+    rows = ROWS if bfloat16 else ROWS_IN_FLOAT32
+    return minutes_recipe(draft, DEFAULT_FAMILY.objective(), DEFAULT_FAMILY.name, name="quickstart", rows=rows)
 
 
-def minutes_recipe(draft: DraftChoices, objective: TrainingObjective, family: str, *, rows: int = ROWS) -> Recipe:
+def minutes_recipe(
+    draft: DraftChoices, objective: BaseModel, family: str, *, name: str = "", rows: int = ROWS
+) -> Recipe:
     """The recipe `<family>_smollm2_cpu` of some ten minutes: one field's conversations, twice."""
     return Recipe(
-        name=f"{family}_smollm2_cpu",
+        name=name or f"{family}_smollm2_cpu",
         verifier="smollm2",
         family=family,
         draft=draft,
@@ -62,7 +63,7 @@ def minutes_recipe(draft: DraftChoices, objective: TrainingObjective, family: st
     )
 
 
-def hour_recipe(draft: DraftChoices, objective: TrainingObjective, family: str) -> Recipe:
+def hour_recipe(draft: DraftChoices, objective: BaseModel, family: str) -> Recipe:
     """The recipe `<family>_smollm2_cpu`: all conversations, three times."""
     return Recipe(
         name=f"{family}_smollm2_cpu",
