@@ -34,6 +34,8 @@ class TrainConfig(Section):
 
     optimizer: OptimizerName = "adamw"
     learning_rate: float = Field(default=1e-4, gt=0)
+    norm_rate: float = Field(default=1.0, gt=0, description="times the rate, for norms and other vectors")
+    head_rate: float = Field(default=1.0, gt=0, description="times the rate, for heads and embeddings that are trained")
     weight_decay: float = Field(default=0.0, ge=0)
     betas: tuple[float, float] = (0.9, 0.95)
     momentum: float = Field(default=0.95, ge=0, lt=1, description="of Muon")
