@@ -1,13 +1,19 @@
 """The settings of training: typed, strict, and free of torch, so that a plan can be printed without loading it."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 OptimizerName = Literal["adamw", "muon"]
 ScheduleName = Literal["linear", "cosine", "constant", "wsd"]
 ComputeDtype = Literal["auto", "float32", "bfloat16"]
 Strategy = Literal["auto", "ddp", "fsdp2"]
+TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
+
+
+def as_tuple(value: object) -> object:
+    """One word, or a list of them, as the tuple that is meant."""
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
 class Section(BaseModel):
@@ -47,6 +53,9 @@ class TrainConfig(Section):
     max_skipped_steps: int = Field(
         default=3, ge=0, description="steps with a NaN or infinite gradient before giving up"
     )
+    ema_decay: float | None = Field(
+        default=None, gt=0, lt=1, description="judge and keep a moving average of the weights instead of the last ones"
+    )
     compute_dtype: ComputeDtype = "auto"
     strategy: Strategy = Field(
         default="auto", description="how several processes hold the draft: whole (ddp) or in parts (fsdp2)"
@@ -60,6 +69,10 @@ class TrainConfig(Section):
     measure_prompts: int = Field(default=16, ge=0, description="prompts decoded per measurement; 0 measures loss only")
     measure_tokens: int = Field(default=64, ge=1, description="new tokens per prompt")
     log_every: int = Field(default=1, ge=1, description="steps between lines of metrics.jsonl")
+    trackers: Annotated[tuple[TrackerName, ...], BeforeValidator(as_tuple)] = Field(
+        default=(), description="where the lines of metrics.jsonl are reported too, through accelerate"
+    )
+    count_flops: bool = Field(default=True, description="count the first step's operations, which mfu is made of")
 
     @model_validator(mode="after")
     def _betas_are_shares(self) -> Self:
@@ -70,6 +83,6 @@ class TrainConfig(Section):
     def fixed_by_a_checkpoint(self) -> dict[str, object]:
         """The settings that a resumed run must share with the one it continues: all that change what is computed."""
         bookkeeping = {"prefetch", "checkpoint_every", "keep_last", "keep_best", "measure_every", "measure_prompts"}
-        bookkeeping |= {"measure_tokens", "log_every", "max_skipped_steps"}
+        bookkeeping |= {"measure_tokens", "log_every", "max_skipped_steps", "trackers", "count_flops"}
         # Processes and accumulation may stand in for each other; their product is compared.
         return self.model_dump(mode="json", exclude=bookkeeping | {"strategy", "accumulation"})
