@@ -133,6 +133,9 @@ class Watch:
 
     def _reason_of_others(self) -> str | None:
         """Why another process has ended, in case that is what an error comes from; takes some beats to find out."""
+        if self._lost is not None:
+            # Heard of already; the store may have ended with the process that told it.
+            return self._lost
         others = set(range(self.world_size)) - {self.rank}
         try:
             before = {rank: self.store.add(f"beats/{rank}", 0) for rank in others}

@@ -61,6 +61,33 @@ def test_an_error_of_the_backend_has_the_others_reason() -> None:
         raise RuntimeError("Connection closed by peer")
 
 
+def test_what_was_heard_before_the_store_ended_is_the_reason() -> None:
+    class Ending(HashStore):
+        """A store that answers once, like one whose process ends then."""
+
+        def add(self, key: str, value: int) -> int:
+            if heard:
+                raise RuntimeError("Connection was likely closed")
+            return 1
+
+        def check(self, keys: list[str]) -> bool:
+            return True
+
+        def get(self, key: str) -> bytes:
+            heard.append(key)
+            return b"process 0 has ended: OSError: gone"
+
+    def lose_the_connection() -> None:
+        while not heard:
+            time.sleep(0.05)
+        time.sleep(0.05)
+        raise RuntimeError("Connection closed by peer")
+
+    heard: list[str] = []
+    with pytest.raises(TrainingError, match=r"^process 0 has ended: OSError: gone$"), Watch(Ending(), 1, 2):
+        lose_the_connection()
+
+
 def test_a_run_that_ends_in_order_is_left_together() -> None:
     store = HashStore()
     store.set("left/1", "")
