@@ -17,7 +17,8 @@ from speculators.models.dense_shape import dense_heads, dense_width, number_of, 
 
 if TYPE_CHECKING:
     from speculators.formats.config import SpeculatorConfig
-    from speculators.models.draft_model import DraftModel, Objective
+    from speculators.models.draft_model import DraftModel
+    from speculators.models.objective import TrainingObjective
 
 
 @dataclass(frozen=True)
@@ -97,9 +98,9 @@ class DraftFamily:
         return part
 
     @cached_property
-    def objective(self) -> type[Objective]:
+    def objective(self) -> type[TrainingObjective]:
         """The training objective; its fields are the knobs of training this family."""
-        part: type[Objective] = getattr(self._part("objective"), f"{self.prefix}Objective")
+        part: type[TrainingObjective] = getattr(self._part("objective"), f"{self.prefix}Objective")
         return part
 
     def start_from(self, other: str) -> Callable[..., Any]:

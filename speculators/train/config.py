@@ -1,8 +1,8 @@
 """The settings of training: typed, strict, and free of torch, so that a plan can be printed without loading it."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from speculators.models.execution import AttentionKernel, Execution
 
@@ -10,6 +10,12 @@ OptimizerName = Literal["adamw", "muon"]
 ScheduleName = Literal["linear", "cosine", "constant", "wsd"]
 ComputeDtype = Literal["auto", "float32", "bfloat16"]
 Strategy = Literal["auto", "ddp", "fsdp2"]
+TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
+
+
+def as_tuple(value: object) -> object:
+    """One word, or a list of them, as the tuple that is meant."""
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
 class Section(BaseModel):
@@ -36,6 +42,8 @@ class TrainConfig(Section):
 
     optimizer: OptimizerName = "adamw"
     learning_rate: float = Field(default=1e-4, gt=0)
+    norm_rate: float = Field(default=1.0, gt=0, description="times the rate, for norms and other vectors")
+    head_rate: float = Field(default=1.0, gt=0, description="times the rate, for heads and embeddings that are trained")
     weight_decay: float = Field(default=0.0, ge=0)
     betas: tuple[float, float] = (0.9, 0.95)
     momentum: float = Field(default=0.95, ge=0, lt=1, description="of Muon")
@@ -46,6 +54,9 @@ class TrainConfig(Section):
     clip_norm: float = Field(default=0.5, gt=0)
     max_skipped_steps: int = Field(
         default=3, ge=0, description="steps with a NaN or infinite gradient before giving up"
+    )
+    ema_decay: float | None = Field(
+        default=None, gt=0, lt=1, description="judge and keep a moving average of the weights instead of the last ones"
     )
     compute_dtype: ComputeDtype = "auto"
     strategy: Strategy = Field(
@@ -67,6 +78,10 @@ class TrainConfig(Section):
     measure_prompts: int = Field(default=16, ge=0, description="prompts decoded per measurement; 0 measures loss only")
     measure_tokens: int = Field(default=64, ge=1, description="new tokens per prompt")
     log_every: int = Field(default=1, ge=1, description="steps between lines of metrics.jsonl")
+    trackers: Annotated[tuple[TrackerName, ...], BeforeValidator(as_tuple)] = Field(
+        default=(), description="where the lines of metrics.jsonl are reported too, through accelerate"
+    )
+    count_flops: bool = Field(default=True, description="count the first step's operations, which mfu is made of")
 
     @model_validator(mode="after")
     def _betas_are_shares(self) -> Self:
@@ -81,7 +96,7 @@ class TrainConfig(Section):
     def fixed_by_a_checkpoint(self) -> dict[str, object]:
         """The settings that a resumed run must share with the one it continues: all that change what is computed."""
         bookkeeping = {"prefetch", "checkpoint_every", "keep_last", "keep_best", "measure_every", "measure_prompts"}
-        bookkeeping |= {"measure_tokens", "log_every", "max_skipped_steps"}
+        bookkeeping |= {"measure_tokens", "log_every", "max_skipped_steps", "trackers", "count_flops"}
         # How a step is carried out, not what it computes: like another machine, it changes the rounding at most.
         bookkeeping |= {"gradient_checkpointing", "compile", "attention"}
         # Processes and accumulation may stand in for each other; their product is compared.

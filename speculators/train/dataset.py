@@ -1,15 +1,17 @@
 """Stored samples as packed batches."""
 
 import random
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from speculators.errors import TrainingError
 from speculators.models.draft_model import PackedBatch, Sample, SampleSource
-from speculators.train.packing import PackingPlan, plan_rows, split_steps
+from speculators.train.packing import PackingPlan, deal, plan_rows, split_steps
 
 
 class Rows:
@@ -30,6 +32,10 @@ class Rows:
 
     def __getitem__(self, index: int) -> Sample:
         return self._source[self._numbers[index]]
+
+    def number(self, index: int) -> int:
+        """What a sample's number in the source is."""
+        return self._numbers[index]
 
     def prompt(self, index: int) -> list[int]:
         """Token ids before the first that the verifier wrote."""
@@ -52,6 +58,28 @@ def split_rows(source: SampleSource, validation_rows: int, *, seed: int) -> tupl
     random.Random(f"{seed}/validation").shuffle(order)
     trained = len(order) - validation_rows
     return Rows(source, sorted(order[:trained])), Rows(source, order[trained:])
+
+
+# A process's share of a step: the rows of each of its forward passes, and how many of them count.
+Share = tuple[list[list[int]], int]
+
+
+@dataclass(frozen=True)
+class Passes:
+    """A process's forward passes of a step: the numbers of their rows, the rows, and how many of them count.
+
+    `waited` are the seconds that it took to have them.
+    """
+
+    rows: list[list[int]]
+    batches: list[PackedBatch]
+    counting: int
+    waited: float
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the passes that count, padding left out."""
+        return sum(batch.num_tokens for batch in self.batches[: self.counting])
 
 
 class PackedRows:
@@ -80,6 +108,21 @@ class PackedRows:
     def steps(self, epoch: int, rows_per_step: int, accumulation: int) -> list[list[list[int]]]:
         """Row numbers of an epoch's steps, `[step][pass][row]`."""
         return split_steps(len(self.plan(epoch).rows), rows_per_step, accumulation)
+
+    def dealt(self, epoch: int, rows_per_step: int, accumulation: int, rank: int, world_size: int) -> list[Share]:
+        """One process's share of each step of an epoch, all processes making `accumulation` passes in a full step."""
+        documents = [len(row) for row in self.plan(epoch).rows]
+        return deal(self.steps(epoch, rows_per_step, accumulation * world_size), documents, rank, world_size)
+
+    def passes(
+        self, epoch: int, shares: Sequence[Share], device: torch.device, *, prefetch: bool = True
+    ) -> Iterator[Passes]:
+        """The forward passes of some steps of an epoch, loaded as `step_batches` does."""
+        loaded = self.step_batches(epoch, [rows for rows, _ in shares], device, prefetch=prefetch)
+        for rows, counting in shares:
+            started = time.perf_counter()
+            batches = next(loaded)
+            yield Passes(rows, batches, counting, time.perf_counter() - started)
 
     def batch(self, epoch: int, rows: Sequence[int]) -> PackedBatch:
         """Load some rows of an epoch."""

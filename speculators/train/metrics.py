@@ -16,6 +16,14 @@ class MetricSums:
     def __init__(self, counts: Mapping[str, Iterable[float]] | None = None) -> None:
         self.counts: dict[str, Count] = {name: Count(*count) for name, count in (counts or {}).items()}
 
+    @classmethod
+    def of(cls, parts: Iterable[Mapping[str, Count]]) -> "MetricSums":
+        """The sum of several counts."""
+        sums = cls()
+        for counts in parts:
+            sums.add(counts)
+        return sums
+
     def to_json(self) -> dict[str, list[float]]:
         """`[sum, count]` by name, from which sums can be made again."""
         return {name: list(count) for name, count in self.counts.items()}
@@ -78,9 +86,14 @@ class MetricsLog:
         os.replace(temporary, self.path)
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Append one object."""
-        with self.path.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(line) + "\n")
+        """Append one object; TrainingError where that fails, as on a full disk."""
+        try:
+            with self.path.open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise TrainingError(
+                f"{self.path} cannot be written: {error}; make room and run again to go on from the newest checkpoint"
+            ) from error
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
@@ -96,37 +109,3 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
                 return
             raise TrainingError(f"{path}:{number}: not JSON ({error.msg}); remove the line") from error
         yield line
-
-
-def draw_curves(log: Path, picture: Path) -> None:
-    """Draw loss, acceptance lengths and learning rate over the steps of a metrics log as a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    lines = list(read_metrics(log))
-    figure = Figure(figsize=(7, 8), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(3, 1, sharex=True)
-    curves = {
-        0: {"loss": "training loss", "validation_loss": "held-out loss"},
-        1: {
-            "expected_acceptance_length": "expected, training rows",
-            "validation_acceptance_length": "expected, held-out rows",
-            "measured_acceptance_length": "measured by decoding",
-        },
-        2: {"lr": "learning rate"},
-    }
-    for panel, names in curves.items():
-        for key, label in names.items():
-            points = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
-            if points:
-                sparse = len(points) < len(lines) / 2
-                panels[panel].plot(*zip(*points, strict=True), label=label, marker="o" if sparse else None)
-        panels[panel].legend()
-        panels[panel].grid(alpha=0.3)
-    for panel, title in enumerate(("loss", "tokens per verification", "learning rate")):
-        panels[panel].set_ylabel(title)
-    panels[2].set_xlabel("optimizer step")
-    temporary = picture.with_name(f".{picture.name}.tmp")
-    figure.savefig(temporary, format="png", dpi=120)
-    os.replace(temporary, picture)

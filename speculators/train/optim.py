@@ -14,6 +14,9 @@ from speculators.models.hardware import multiplies_bfloat16
 from speculators.train.config import ScheduleName, TrainConfig
 from speculators.train.sharding import part_like, whole
 
+# What a group of parameters multiplies the learning rate by.
+RATE = "rate"
+
 
 class WholeMatrixMuon(Muon):
     """`torch.optim.Muon` whose orthogonalisation runs in `dtype`, on whole matrices where parameters are split.
@@ -79,8 +82,9 @@ def build_optimizers(
 
     "adamw": AdamW over all. "muon": Muon over matrices other than token tables, AdamW over the rest; Muon's updates are
     scaled to AdamW's RMS (0.2 sqrt(max(rows, columns)), Liu et al., "Muon is scalable for LLM training"), so that one
-    learning rate serves both. Norms and other vectors get no weight decay. TrainingError when a parameter is not
-    float32 or none is trainable.
+    learning rate serves both. Norms and other vectors get no weight decay. Each group of parameters has its `rate`, by
+    which `set_learning_rate` multiplies: `norm_rate` for vectors, `head_rate` for token tables. TrainingError when a
+    parameter is not float32, none is trainable, or a rate is given for parameters that the draft does not train.
     """
     named = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
     if not named:
@@ -88,38 +92,55 @@ def build_optimizers(
     wrong = next((name for name, parameter in named if parameter.dtype is not torch.float32), None)
     if wrong is not None:
         raise TrainingError(f"parameter {wrong} is not float32; master weights are float32, whatever the compute dtype")
-    muon = [p for name, p in named if config.optimizer == "muon" and p.ndim == 2 and name not in tables]
+    heads = [parameter for name, parameter in named if name in tables]
+    linear = [parameter for name, parameter in named if name not in tables and parameter.ndim >= 2]
+    vectors = [parameter for name, parameter in named if name not in tables and parameter.ndim < 2]
+    _require_some(heads, "head_rate", config.head_rate, "heads and embeddings")
+    _require_some(vectors, "norm_rate", config.norm_rate, "norms and other vectors")
+    muon = [parameter for parameter in linear if config.optimizer == "muon" and parameter.ndim == 2]
     taken = {id(parameter) for parameter in muon}
-    rest = [parameter for _, parameter in named if id(parameter) not in taken]
     split = any(isinstance(parameter, DTensor) for _, parameter in named)
     optimizers: dict[str, Optimizer] = {}
     if muon:
-        in_bfloat16 = multiplies_bfloat16(muon[0].device)
-        optimizers["muon"] = (Muon if in_bfloat16 and not split else WholeMatrixMuon)(
-            muon,
-            lr=config.learning_rate,
-            weight_decay=config.weight_decay,
-            momentum=config.momentum,
-            ns_steps=config.ns_steps,
-            adjust_lr_fn="match_rms_adamw",
-        )
-        if in_bfloat16 and isinstance(optimizers["muon"], WholeMatrixMuon):
-            optimizers["muon"].dtype = torch.bfloat16
+        optimizers["muon"] = _muon(muon, config, split)
+    decay = config.weight_decay
     groups = [
-        {"params": [parameter for parameter in rest if parameter.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [parameter for parameter in rest if parameter.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in linear if id(p) not in taken], "weight_decay": decay, RATE: 1.0},
+        {"params": heads, "weight_decay": decay, RATE: config.head_rate},
+        {"params": vectors, "weight_decay": 0.0, RATE: config.norm_rate},
     ]
-    if rest:
-        filled = [group for group in groups if group["params"]]
+    filled = [group for group in groups if group["params"]]
+    if filled:
         optimizers["adamw"] = AdamW(filled, lr=config.learning_rate, betas=config.betas, fused=True)
     return optimizers
 
 
+def _muon(matrices: list[nn.Parameter], config: TrainConfig, split: bool) -> Optimizer:
+    in_bfloat16 = multiplies_bfloat16(matrices[0].device)
+    optimizer = (Muon if in_bfloat16 and not split else WholeMatrixMuon)(
+        matrices,
+        lr=config.learning_rate,
+        weight_decay=config.weight_decay,
+        momentum=config.momentum,
+        ns_steps=config.ns_steps,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    if in_bfloat16 and isinstance(optimizer, WholeMatrixMuon):
+        optimizer.dtype = torch.bfloat16
+    optimizer.param_groups[0][RATE] = 1.0
+    return optimizer
+
+
+def _require_some(parameters: Collection[Tensor], name: str, rate: float, what: str) -> None:
+    if rate != 1.0 and not parameters:
+        raise TrainingError(f"train.{name} is {rate}, but the draft trains no {what}; leave {name} at 1")
+
+
 def set_learning_rate(optimizers: Mapping[str, Optimizer], learning_rate: float) -> None:
-    """Set the rate of every group before a step."""
+    """Set the rate of every group before a step: so many times `learning_rate` as the group says."""
     for optimizer in optimizers.values():
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group[RATE]
 
 
 def schedule_factor(

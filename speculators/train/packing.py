@@ -64,15 +64,33 @@ def split_steps(num_rows: int, rows_per_step: int, accumulation: int) -> list[li
     return [passes[first : first + accumulation] for first in range(0, len(passes), accumulation)]
 
 
-def deal(passes: Sequence[list[int]], rank: int, world_size: int) -> tuple[list[list[int]], int]:
-    """One process's forward passes of a step, and how many of them count.
+def deal(
+    steps: Sequence[Sequence[list[int]]], documents: Sequence[int], rank: int, world_size: int
+) -> list[tuple[list[list[int]], int]]:
+    """One process's forward passes of each step of an epoch, and how many of them count.
 
-    Passes are dealt in turn. Every process gets as many: where they do not go round, the last one is repeated, and must
-    not count.
+    Of a step's passes every process gets as many as another, or one more; those with the most documents (`documents[r]`
+    of row r) go to whoever had the fewest in the epoch so far, so that in the end all have had about the same number.
+    Every process makes as many passes in a step: where they do not go round, the last one is repeated, and must not
+    count.
     """
-    mine = list(passes[rank::world_size])
-    size = -(-len(passes) // world_size)
-    return [*mine, *[passes[-1]] * (size - len(mine))], len(mine)
+    had = [0] * world_size
+    return [_dealt(passes, documents, had, rank) for passes in steps]
+
+
+def _dealt(
+    passes: Sequence[list[int]], documents: Sequence[int], had: list[int], rank: int
+) -> tuple[list[list[int]], int]:
+    """A process's passes of a step; adds to what each of them `had`."""
+    sizes = [sum(documents[row] for row in rows) for rows in passes]
+    given: list[list[int]] = [[] for _ in had]
+    for number in sorted(range(len(passes)), key=lambda number: -sizes[number]):
+        to = min(range(len(had)), key=lambda process: (len(given[process]), had[process]))
+        given[to].append(number)
+        had[to] += sizes[number]
+    mine = [passes[number] for number in sorted(given[rank])]
+    most = max(map(len, given))
+    return [*mine, *[passes[-1]] * (most - len(mine))], len(mine)
 
 
 def pass_seed(seed: int, part: object, rows: Sequence[int]) -> int:

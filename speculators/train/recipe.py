@@ -27,13 +27,9 @@ from speculators.extract.remote import ServerOptions
 from speculators.extract.sourcing import ExtractOptions, SourceName
 from speculators.extract.vllm_engine import VllmOptions
 from speculators.models import FAMILIES
-from speculators.train.config import Section, TrainConfig
+from speculators.train.config import Section, TrainConfig, as_tuple
 from speculators.train.overrides import apply_overrides
 from speculators.train.stages import STAGES, Run
-
-
-def _as_tuple(value: object) -> object:
-    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
 def _as_pattern(value: str | None) -> str | None:
@@ -44,7 +40,7 @@ def _as_pattern(value: str | None) -> str | None:
     return value
 
 
-Files = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
+Files = Annotated[tuple[str, ...], BeforeValidator(as_tuple)]
 Pattern = Annotated[str | None, AfterValidator(_as_pattern)]
 
 

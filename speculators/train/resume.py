@@ -1,7 +1,8 @@
 """Training checkpoints: everything a run needs to go on to the bit, written whole or not at all.
 
 A checkpoint is a folder `step-N` with the trained parameters (`parameters.safetensors`, float32), the optimizers'
-moments (`optimizer.pt`), the random generators (`rng.pt`) and the counters, scores and settings (`state.json`).
+moments (`optimizer.pt`), the random generators (`rng.pt`) and the counters, scores and settings (`state.json`); where
+the run averages its weights, with the averages as well (`averages.safetensors`, float32).
 `best-acceptance` and `best-loss` are links to the best ones kept.
 """
 
@@ -28,7 +29,8 @@ from speculators.train.metrics import MetricSums
 from speculators.train.sharding import load_whole_state, part_like, whole, whole_state
 
 WRITTEN_BY = "speculators training checkpoint, version 1"
-FILES = ("parameters.safetensors", "optimizer.pt", "rng.pt", "state.json")
+PARAMETERS, AVERAGES = "parameters.safetensors", "averages.safetensors"
+FILES = (PARAMETERS, "optimizer.pt", "rng.pt", "state.json")
 STEP_FOLDER = re.compile(r"step-(\d+)")
 TEMPORARY_FOLDER = re.compile(r"\.step-\d+\.\w+\.tmp")
 
@@ -135,13 +137,17 @@ class CheckpointFolder:
         parameters: Mapping[str, Tensor],
         optimizers: Mapping[str, Optimizer],
         scores: Mapping[str, float | None],
+        averages: Mapping[str, Tensor] | None = None,
     ) -> Checkpoint:
         """Write one checkpoint under a temporary name, rename it, then remove what need not be kept; a collective.
 
-        TrainingError where it cannot be written (a full disk); what was there before stays as it was.
+        `averages` of the parameters are kept beside them. TrainingError where it cannot be written (a full disk); what
+        was there before stays as it was.
         """
         target = self.directory / f"step-{state.step}"
-        contents = {name: whole(value.detach()).to("cpu").contiguous() for name, value in parameters.items()}
+        tensors = {PARAMETERS: _whole_on_cpu(parameters)}
+        if averages is not None:
+            tensors[AVERAGES] = _whole_on_cpu(averages)
         moments = {name: whole_state(optimizer) for name, optimizer in optimizers.items()}
         if not self._writes:
             return Checkpoint(target, state.step, dict(scores))
@@ -150,11 +156,12 @@ class CheckpointFolder:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             temporary = Path(tempfile.mkdtemp(prefix=f".step-{state.step}.", suffix=".tmp", dir=self.directory))
-            save_file(contents, temporary / "parameters.safetensors")
+            for name, contents in tensors.items():
+                save_file(contents, temporary / name)
             torch.save(moments, temporary / "optimizer.pt")
             torch.save(capture_rng(), temporary / "rng.pt")
             (temporary / "state.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-            for name in FILES:
+            for name in {*FILES, *tensors}:
                 flush(temporary / name)
             if _read_state(target) is not None:
                 _remove(target)
@@ -170,8 +177,13 @@ class CheckpointFolder:
         self._rotate()
         return Checkpoint(target, state.step, dict(scores))
 
-    def load_newest(self, parameters: Mapping[str, Tensor], optimizers: Mapping[str, Optimizer]) -> RunState | None:
-        """Put the newest complete checkpoint into parameters, optimizers and random generators.
+    def load_newest(
+        self,
+        parameters: Mapping[str, Tensor],
+        optimizers: Mapping[str, Optimizer],
+        averages: Mapping[str, Tensor] | None = None,
+    ) -> RunState | None:
+        """Put the newest complete checkpoint into parameters, their averages, optimizers and random generators.
 
         None where there is no checkpoint. TrainingError where it was made with other settings or does not fit.
         """
@@ -185,6 +197,8 @@ class CheckpointFolder:
         assert document is not None
         self._check_settings(newest, document["settings"])
         load_parameters(newest, parameters)
+        if averages is not None:
+            load_parameters(newest, averages, AVERAGES)
         try:
             moments = torch.load(newest.path / "optimizer.pt", map_location="cpu", weights_only=True)
             generators = torch.load(newest.path / "rng.pt", map_location="cpu", weights_only=True)
@@ -206,11 +220,11 @@ class CheckpointFolder:
                 _remove(path)
 
     def _check_settings(self, checkpoint: Checkpoint, before: Mapping[str, Any]) -> None:
-        changed = [
-            f"{key} was {_short(before.get(key))} and is {_short(self.settings.get(key))}"
-            for key in sorted({*before, *self.settings})
-            if before.get(key) != self.settings.get(key)
-        ]
+        changed = []
+        for key in sorted({*before, *self.settings}):
+            was, now = _differing(before.get(key), self.settings.get(key))
+            if was != now:
+                changed.append(f"{key} was {_short(was)} and is {_short(now)}")
         if changed:
             raise TrainingError(
                 f"{checkpoint.path} was made with other settings: {'; '.join(changed)}. Train into another folder, or "
@@ -230,9 +244,12 @@ class CheckpointFolder:
                 _remove(checkpoint.path)
 
 
-def load_parameters(checkpoint: Checkpoint, parameters: Mapping[str, Tensor]) -> None:
-    """Copy a checkpoint's parameters into those of a draft; TrainingError names what does not fit."""
-    path = checkpoint.path / "parameters.safetensors"
+def load_parameters(checkpoint: Checkpoint, parameters: Mapping[str, Tensor], file: str = PARAMETERS) -> None:
+    """Copy a checkpoint's parameters, or their averages, into those of a draft; TrainingError names what does not fit.
+
+    `file` is PARAMETERS or AVERAGES.
+    """
+    path = checkpoint.path / file
     try:
         stored = load_file(path)
     except (OSError, SafetensorError, RuntimeError) as error:
@@ -247,6 +264,10 @@ def load_parameters(checkpoint: Checkpoint, parameters: Mapping[str, Tensor]) ->
                     f"{path}: {name} is {saved.dtype} {list(saved.shape)}, expected float32 {list(parameter.shape)}"
                 )
             parameter.copy_(part_like(saved, parameter))
+
+
+def _whole_on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: whole(value.detach()).to("cpu").contiguous() for name, value in tensors.items()}
 
 
 def trained_parameters(draft: nn.Module) -> dict[str, Tensor]:
@@ -277,7 +298,7 @@ def _remove(folder: Path) -> None:
     if folder.is_symlink() or not folder.is_dir():
         return
     # The state goes last: as long as it is there, a later run knows the folder as ours and finishes the removal.
-    for name in FILES:
+    for name in (AVERAGES, *FILES):
         (folder / name).unlink(missing_ok=True)
     if not any(folder.iterdir()):
         folder.rmdir()
@@ -290,6 +311,14 @@ def _link(link: Path, target: str) -> None:
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target)
     os.replace(temporary, link)
+
+
+def _differing(one: Any, other: Any) -> tuple[Any, Any]:
+    """Two values, without what two mappings have in common."""
+    if not isinstance(one, Mapping) or not isinstance(other, Mapping):
+        return one, other
+    keys = [key for key in {**one, **other} if one.get(key) != other.get(key)]
+    return {key: one.get(key) for key in keys}, {key: other.get(key) for key in keys}
 
 
 def _short(value: object) -> str:

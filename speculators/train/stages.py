@@ -38,14 +38,15 @@ from speculators.runtime.fetch import COMPLETE, FETCHERS, FOLDER, cache_folder, 
 from speculators.runtime.llm import LLM
 from speculators.runtime.sampling import SamplingParams
 from speculators.runtime.verifier import Verifier
+from speculators.train.curves import draw_curves
 from speculators.train.dataset import Rows, split_rows
 from speculators.train.journal import Journal, file_digest, wait_until
 from speculators.train.loop import TrainingTask, TrainResult, train
-from speculators.train.metrics import draw_curves
 from speculators.train.outputs import Outputs
 from speculators.train.samples import open_samples, origin, require_free_mask_token, samples_identity
 from speculators.train.starting import make_speculator, require_possible_start, start_identity, takes_vocabulary
 from speculators.train.threads import cpu_threads, usable_cores
+from speculators.train.tracking import require_trackers
 
 if TYPE_CHECKING:
     from speculators.train.recipe import Recipe
@@ -66,7 +67,9 @@ class Run:
         self.journal = Journal(self.outputs.out, leads=self.leads)
 
     def run(self, stages: Sequence[str]) -> None:
-        """Run some stages in their order."""
+        """Run some stages in their order; UsageError, before any of them, for a tracker that is not installed."""
+        if "train" in stages:
+            require_trackers(self.recipe.train.trackers)
         threads = cpu_threads(self.recipe.threads, os.environ, usable_cores())
         if threads is not None:
             torch.set_num_threads(threads)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker
 from accelerate.utils import InitProcessGroupKwargs, gather_object
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -21,11 +23,13 @@ from speculators.models.losses import VerifierHead
 from speculators.models.supervision import zero_loss
 from speculators.train.config import Strategy
 from speculators.train.launching import launched_strategy, require_honoured
+from speculators.train.liveness import Watch, open_store
+from speculators.train.metrics import MetricSums
 from speculators.train.resume import trained_parameters
 from speculators.train.sharding import shard
 
 Told = TypeVar("Told")
-# The first process decodes and saves while the others wait; one that died is noticed by the launcher, not by this.
+# The first process decodes and saves while the others wait; one that died is noticed by the watch, not by this.
 _PATIENCE = timedelta(hours=2)
 
 
@@ -51,13 +55,23 @@ class Workers:
 
     `strategy` says how a draft lies on them: whole on each ("ddp"), or split ("fsdp2"); "auto" is what the
     configuration of `accelerate launch` says, else whole. UsageError for a configuration that cannot be honoured.
+    `trackers` are accelerate's, by name or made already; those that write files do it below `logging_directory`.
     """
 
-    def __init__(self, strategy: Strategy = "auto", environment: Mapping[str, str] = os.environ) -> None:
+    def __init__(
+        self,
+        strategy: Strategy = "auto",
+        environment: Mapping[str, str] = os.environ,
+        *,
+        trackers: Sequence[str | GeneralTracker] = (),
+        logging_directory: Path | None = None,
+    ) -> None:
         require_honoured(environment)
         self.accelerator = Accelerator(
             cpu=not torch.accelerator.is_available(),
             mixed_precision="no",
+            log_with=list(trackers) or None,
+            project_dir=logging_directory,
             kwargs_handlers=[InitProcessGroupKwargs(timeout=_PATIENCE)],
         )
         self.rank: int = self.accelerator.process_index
@@ -73,6 +87,10 @@ class Workers:
     def gather(self, value: Told) -> list[Told]:
         """What every process tells, by rank; a collective."""
         return [value] if self.size == 1 else cast(list[Told], gather_object([value]))
+
+    def sum(self, mine: MetricSums) -> MetricSums:
+        """The counts of all processes; a collective."""
+        return MetricSums.of(self.gather(mine.counts))
 
     def wait(self) -> None:
         """Wait until every process is here; a collective."""
@@ -95,6 +113,18 @@ class Workers:
         buffers = [name for name, _ in module.named_buffers()]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, buffers)
         return DistributedDataParallel(module, device_ids=None if self.device.type == "cpu" else [self.device.index])
+
+    def watched(self) -> AbstractContextManager[object]:
+        """As long as this lasts, a process that dies ends the others too, with its reason; a collective."""
+        if self.size == 1:
+            return nullcontext()
+        self.wait()
+        return Watch(open_store(), self.rank, self.size)
+
+    def forget_gathered(self, wrapped: nn.Module) -> None:
+        """Drop the whole parameters that a split module may have kept of its last pass: they have changed since."""
+        if isinstance(wrapped, FSDPModule):
+            wrapped.reshard()
 
     @contextmanager
     def passing(self, wrapped: nn.Module, *, last: bool) -> Iterator[None]:

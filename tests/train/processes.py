@@ -32,7 +32,7 @@ from speculators.train.signals import Stopped
 from tests.tiny_models import make_verifier
 from tests.train import tiny_training
 from tests.train.test_families import make_task
-from tests.train.tiny_training import LENGTHS, stop_at
+from tests.train.tiny_training import LENGTHS, load, make_samples, stop_at
 
 ROOT = Path(__file__).resolve().parents[2]
 # Of Muon's updates those of nearly degenerate directions turn with the last bit of a gradient.
@@ -41,7 +41,10 @@ BOUNDS = {"adamw": 1e-5, "muon": 2e-3}
 
 @dataclass(frozen=True)
 class Job:
-    """One training: where, of which family, how. `stop_step` is told to stop by a signal to process `stop_rank`."""
+    """One training: where, of which family, how. `stop_step` is told to stop by a signal to process `stop_rank`.
+
+    `held_out` are the lengths of samples to validate on.
+    """
 
     out: str
     family: str = "eagle3"
@@ -51,6 +54,9 @@ class Job:
     max_steps: int = 20
     stop_step: int | None = None
     stop_rank: int = 0
+    ema_decay: float | None = None
+    held_out: Sequence[int] = ()
+    measure_every: int = 1000
 
     @property
     def directory(self) -> Path:
@@ -61,6 +67,9 @@ def do(job: Job, verifier: Path) -> None:
     """Train, and leave beside the checkpoints what tells how it went."""
     make = tiny_training.make_task if job.family == "eagle3" else partial(make_task, job.family)
     task = make(verifier, lengths=LENGTHS)
+    if job.held_out:
+        layers = list(task.draft.config.aux_layer_ids)
+        task.validation = make_samples(load(verifier), job.held_out, layers, seed=8)
     config = TrainConfig(
         epochs=50,
         max_steps=job.max_steps,
@@ -70,7 +79,8 @@ def do(job: Job, verifier: Path) -> None:
         strategy=job.strategy,
         learning_rate=1e-3,
         compute_dtype="float32",
-        measure_every=1000,
+        measure_every=job.measure_every,
+        ema_decay=job.ema_decay,
     )
     if job.stop_step is not None and int(os.environ.get("RANK", "0")) == job.stop_rank:
         task.objective = stop_at(job.stop_step, signal.SIGTERM, task.objective, job.accumulation)
@@ -100,8 +110,8 @@ def logged(job: Job) -> list[dict[str, Any]]:
     return list(read_metrics(job.directory / "metrics.jsonl"))
 
 
-def weights(job: Job) -> dict[str, Tensor]:
-    return load_file(job.directory / "checkpoints" / f"step-{job.max_steps}" / "parameters.safetensors")
+def weights(job: Job, name: str = "parameters") -> dict[str, Tensor]:
+    return load_file(job.directory / "checkpoints" / f"step-{job.max_steps}" / f"{name}.safetensors")
 
 
 def moments(job: Job) -> list[Tensor]:
@@ -156,6 +166,33 @@ def equivalence(verifier: Path, scratch: Path) -> list[dict[str, Any]]:
         }
         for case, job in shared.items()
     ]
+
+
+def judgements(verifier: Path, scratch: Path) -> list[dict[str, Any]]:
+    """Averages of the weights, judged on three held-out rows: two processes, stopped and resumed, against one."""
+    alone = Job(str(scratch / "alone"), accumulation=2, max_steps=9, ema_decay=0.9, held_out=(60, 55, 40))
+    alone = replace(alone, measure_every=3)
+    found = []
+    start([alone], 1, verifier, scratch)
+    for strategy in ("ddp", "fsdp2"):
+        shared = replace(alone, out=str(scratch / strategy), accumulation=1, strategy=strategy)
+        start([replace(shared, stop_step=5), shared], 2, verifier, scratch)
+        lines = list(zip(logged(alone), logged(shared), strict=True))
+        judged = [pair for pair in lines if "validation_loss" in pair[0]]
+        ours, theirs = (weights(job, "averages") for job in (alone, shared))
+        found.append(
+            {
+                "strategy": strategy,
+                "is_dtensor": end(shared)["is_dtensor"],
+                "judged": [mine["step"] for mine, _ in judged],
+                "max_validation_diff": max(
+                    abs(mine["validation_loss"] - its["validation_loss"]) for mine, its in judged
+                ),
+                "max_average_diff": largest(list(ours.values()), [theirs[name] for name in ours]),
+                **difference(shared, alone),
+            }
+        )
+    return found
 
 
 def resumption(verifier: Path, scratch: Path) -> list[dict[str, Any]]:

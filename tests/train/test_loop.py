@@ -10,6 +10,7 @@ from speculators.errors import TrainingError
 from speculators.models import FAMILIES
 from speculators.models.draft_model import DraftModel, PackedBatch, StepOutput
 from speculators.train.config import TrainConfig
+from speculators.train.dataset import Rows
 from speculators.train.loop import compute_dtype, train
 from speculators.train.metrics import read_metrics
 from speculators.train.resume import trained_parameters
@@ -46,7 +47,7 @@ def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 138)])
 def test_six_steps_are_three_and_a_signal_and_three_to_the_bit(
     tiny_verifier: Path, tmp_path: Path, optimizer: str, signum: int, code: int
 ) -> None:
@@ -209,11 +210,36 @@ def test_broken_states_are_skipped_a_few_times_then_named(tiny_verifier: Path, t
     unlearnt = [line for line in lines(tmp_path / "skips") if line["loss"] is None]
     assert len(unlearnt) == 3
     assert all(line["grad_norm"] is None for line in unlearnt)
+    assert [line["skipped_samples"] for line in unlearnt] == [[3]] * 3
     assert all(torch.isfinite(value).all() for value in weights(task.draft).values())
+    task = make_task(tiny_verifier)
+    task.samples = Rows(broken, [0, 3, 5, 6])
+    with pytest.raises(
+        TrainingError, match=r"samples are \[1\] \(rows \[3\] of the hidden states\), with hidden states that are not"
+    ):
+        train(task, config(max_skipped_steps=0), tmp_path / "rows")
     task = make_task(tiny_verifier)
     task.samples = broken
     with pytest.raises(TrainingError, match=r"no finite gradient.* samples are \[.*\b3\b.*\]"):
         train(task, config(max_skipped_steps=2), tmp_path / "stops")
+
+
+def test_a_broken_loss_is_blamed_on_the_pass_that_it_came_from(tiny_verifier: Path, tmp_path: Path) -> None:
+    class Breaking(FAMILIES["eagle3"].objective):
+        def step(self, draft: Any, batch: PackedBatch, verifier_head: Any) -> StepOutput:
+            output = super().step(draft, batch, verifier_head)
+            if 2 in batch.document_ids:
+                output.loss = output.loss * math.inf
+                passed.append(sorted(set(batch.document_ids.flatten().tolist()) - {-1}))
+            return output
+
+    passed: list[list[int]] = []
+    task = make_task(tiny_verifier)
+    task.objective = Breaking()
+    with pytest.raises(TrainingError, match="with a loss that is not finite") as raised:
+        train(task, config(max_skipped_steps=0, accumulation=3), tmp_path)
+    assert f"samples are {passed[0]}," in str(raised.value)
+    assert len(passed[0]) < len(task.samples)
 
 
 def test_log_every_sums_over_the_steps_between(tiny_verifier: Path, tmp_path: Path) -> None:

@@ -1,11 +1,12 @@
 import json
+import resource
 from pathlib import Path
 
 import pytest
 
 from speculators.errors import TrainingError
 from speculators.models.family import Count
-from speculators.train.metrics import MetricsLog, MetricSums, Throughput, draw_curves, read_metrics
+from speculators.train.metrics import MetricsLog, MetricSums, Throughput, read_metrics
 
 
 def test_rates_are_sums_over_sums() -> None:
@@ -55,12 +56,14 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
         list(read_metrics(path))
 
 
-def test_curves_are_a_picture(tmp_path: Path) -> None:
+def test_a_log_that_cannot_be_written_is_an_error_with_a_way_out(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
-    for step in range(1, 8):
-        measured = 1.5 if step == 7 else None
-        log.write({"step": step, "loss": 8 / step, "lr": 1e-3, "measured_acceptance_length": measured})
-    draw_curves(log.path, tmp_path / "curves.png")
-    data = (tmp_path / "curves.png").read_bytes()
-    assert data.startswith(b"\x89PNG")
-    assert [path.name for path in tmp_path.iterdir() if path.suffix == ".tmp"] == []
+    log.write({"step": 1})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (log.path.stat().st_size, limits[1]))
+    try:
+        with pytest.raises(TrainingError, match=r"metrics\.jsonl cannot be written: .*make room and run again"):
+            log.write({"step": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [line["step"] for line in read_metrics(log.path)] == [1]

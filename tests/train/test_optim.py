@@ -156,3 +156,47 @@ def test_clip_scales_to_the_norm_and_tells_what_it_was() -> None:
     parameter.grad = torch.tensor([3.0, 4.0, 0.0, 0.0])
     assert clip_gradients([parameter], 1.0) == pytest.approx(5.0)
     torch.testing.assert_close(parameter.grad, torch.tensor([0.6, 0.8, 0.0, 0.0]), rtol=1e-5, atol=1e-6)
+
+
+class Whole(nn.Module):
+    """A head, a linear map and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 6)
+        self.norm = nn.RMSNorm(6)
+        self.lm_head = nn.Linear(6, 9, bias=False)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_norms_and_heads_have_their_share_of_the_rate(optimizer: str) -> None:
+    torch.manual_seed(0)
+    moved: dict[float, dict[str, torch.Tensor]] = {}
+    start = Whole().state_dict()
+    for norms, heads in ((1.0, 1.0), (0.25, 3.0)):
+        draft = Whole()
+        draft.load_state_dict(start)
+        settings = {"optimizer": optimizer, "norm_rate": norms, "head_rate": heads}
+        optimizers = build_optimizers(draft.named_parameters(), TrainConfig(**settings), {"lm_head.weight"})
+        set_learning_rate(optimizers, 0.01)
+        torch.manual_seed(1)
+        for parameter in draft.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        for one in optimizers.values():
+            one.step()
+        moved[norms] = {name: value - start[name] for name, value in draft.state_dict().items()}
+    shares = {"fc.weight": 1.0, "fc.bias": 0.25, "norm.weight": 0.25, "lm_head.weight": 3.0}
+    for name, share in shares.items():
+        torch.testing.assert_close(moved[0.25][name], moved[1.0][name] * share, rtol=1e-4, atol=1e-7)
+        if name != "fc.weight":
+            # The first step of AdamW is the rate in each direction.
+            torch.testing.assert_close(moved[1.0][name].abs(), torch.full_like(moved[1.0][name], 0.01))
+
+
+def test_a_rate_for_what_is_not_trained_is_refused() -> None:
+    layer = nn.Linear(3, 2)
+    with pytest.raises(TrainingError, match=r"head_rate is 2\.0, but the draft trains no heads and embeddings"):
+        build_optimizers(layer.named_parameters(), TrainConfig(head_rate=2.0), {"lm_head.weight"})
+    matrix = nn.Linear(3, 2, bias=False)
+    with pytest.raises(TrainingError, match=r"norm_rate is 0\.5, but the draft trains no norms"):
+        build_optimizers(matrix.named_parameters(), TrainConfig(norm_rate=0.5))

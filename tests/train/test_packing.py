@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from speculators.train.packing import plan_rows, split_steps
+from speculators.train.packing import deal, plan_rows, split_steps
 
 
 def some_lengths(count: int, longest: int) -> list[int]:
@@ -52,3 +52,60 @@ def test_steps_hold_every_row_once_in_order() -> None:
     assert steps == [[[0, 1], [2, 3], [4, 5]], [[6, 7], [8, 9], [10]]]
     assert split_steps(3, rows_per_step=1, accumulation=2) == [[[0], [1]], [[2]]]
     assert split_steps(0, rows_per_step=1, accumulation=2) == []
+
+
+def chat_lengths(count: int) -> list[int]:
+    """Lengths of chats: log-normal with a median of 300 tokens, most between 40 and 2,500."""
+    draw = random.Random(11)
+    return [max(2, round(draw.lognormvariate(5.7, 1.0))) for _ in range(count)]
+
+
+def two_kinds(count: int) -> list[int]:
+    """One-liners beside books: a row has sixty documents, or one."""
+    draw = random.Random(12)
+    return [draw.randint(20, 50) if draw.random() < 0.7 else draw.randint(1500, 6000) for _ in range(count)]
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+@pytest.mark.parametrize("lengths", [chat_lengths(6000), two_kinds(6000)], ids=["chats", "two kinds"])
+@pytest.mark.parametrize(("rows_per_step", "accumulation"), [(1, 1), (2, 3)])
+def test_processes_have_as_many_samples_and_none_twice(
+    world_size: int, lengths: list[int], rows_per_step: int, accumulation: int
+) -> None:
+    plan = plan_rows(lengths, 2048, seed=0, epoch=0, window=512)
+    documents = [len(row) for row in plan.rows]
+    steps = split_steps(len(plan.rows), rows_per_step, accumulation * world_size)
+    shares = [deal(steps, documents, rank, world_size) for rank in range(world_size)]
+    samples = [
+        [
+            sample
+            for passes, counting in share
+            for rows in passes[:counting]
+            for row in rows
+            for sample in plan.rows[row]
+        ]
+        for share in shares
+    ]
+    assert sorted(sample for mine in samples for sample in mine) == list(range(6000))
+    counts = [len(mine) for mine in samples]
+    assert max(counts) <= 1.1 * min(counts)
+    tokens = [sum(min(lengths[sample], 2048) for sample in mine) for mine in samples]
+    assert max(tokens) <= 1.1 * min(tokens)
+    for step, dealt in zip(steps, zip(*shares, strict=True), strict=True):
+        # The step is the same, and every process makes as many passes of it.
+        assert sorted(rows for passes, counting in dealt for rows in passes[:counting]) == step
+        assert {len(passes) for passes, _ in dealt} == {-(-len(step) // world_size)}
+        assert max(counting for _, counting in dealt) - min(counting for _, counting in dealt) <= 1
+
+
+def test_one_process_has_all_passes_in_order() -> None:
+    steps = [[[0, 1], [2], [3]], [[4]]]
+    assert deal(steps, [5, 1, 9, 2, 3], 0, 1) == [(steps[0], 3), (steps[1], 1)]
+
+
+def test_who_had_the_fewest_documents_gets_the_most() -> None:
+    steps = [[[0], [1]], [[2], [3]], [[4]]]
+    documents = [2, 7, 3, 4, 1]
+    # 7 and 2, then 4 to the second, which had 2; of the last step the other has a pass that does not count.
+    assert deal(steps, documents, 0, 2) == [([[1]], 1), ([[2]], 1), ([[4]], 0)]
+    assert deal(steps, documents, 1, 2) == [([[0]], 1), ([[3]], 1), ([[4]], 1)]

@@ -15,7 +15,7 @@ from speculators.errors import UsageError
 from speculators.extract.store import HiddenStatesStore
 from speculators.train.config import TrainConfig
 from speculators.train.launching import launched_dtype, launched_strategy, require_honoured
-from tests.train.processes import BOUNDS, ROOT, equivalence, resumption
+from tests.train.processes import BOUNDS, ROOT, equivalence, judgements, resumption
 from tests.train.test_family_recipes import make_recipe
 
 
@@ -30,13 +30,25 @@ def test_two_processes_are_one_with_twice_the_accumulation(tiny_verifier: Path, 
 
 
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(tiny_verifier: Path, tmp_path: Path) -> None:
-    """To the bit in one process, whichever process is told to stop, and at another number of processes."""
+    """To the bit in one process, whichever process is told to stop, and at another number of processes.
+
+    Rates go on where they were (pitfall 51), and each part of a split draft has its own moments back (pitfall 52).
+    """
     table = {row["case"]: row for row in resumption(tiny_verifier, tmp_path)}
     assert len(table) == 4
     for row in table.values():
         assert (row["steps"], row["exit_code"], row["checkpoint"]) == (6, 143, ["step-3"]), row
         differences = [row[key] for key in ("max_loss_diff", "max_lr_diff", "max_weight_diff", "max_state_diff")]
         assert max(differences) <= (0 if row["case"] == "one process" else 1e-6), row
+
+
+def test_two_processes_judge_an_average_as_one_does(tiny_verifier: Path, tmp_path: Path) -> None:
+    """Of three held-out rows one process has two and the other one, and neither waits for the other."""
+    for row in judgements(tiny_verifier, tmp_path):
+        assert row["is_dtensor"] is (row["strategy"] == "fsdp2"), row
+        assert (row["steps"], row["judged"]) == (9, [3, 6, 9]), row
+        for name in ("max_loss_diff", "max_weight_diff", "max_average_diff", "max_validation_diff"):
+            assert row[name] <= BOUNDS["adamw"], row
 
 
 def test_what_accelerate_asks_for_is_done_or_refused() -> None:
