@@ -100,13 +100,15 @@ def flex_packed_attention(
 def attend_by_flex(q_RQD: Tensor, k_KND: Tensor, v_KND: Tensor, mask: SeenKeys, scale: float) -> Tensor:
     """Attend and return [R, Q, D], in the dtype of the values; key heads are shared by groups of query heads."""
     q, k, v = (tensor.to(v_KND.dtype).transpose(0, 1)[None] for tensor in (q_RQD, k_KND, v_KND))
-    out: Tensor = _kernel()(q, k, v, block_mask=tiles(mask, q.device), scale=scale, enable_gqa=True)
+    # For a CPU, torch's code for dynamic shapes does not compile (2.13); only comparisons run it there.
+    kernel = _kernel(q.device.type != "cpu")
+    out: Tensor = kernel(q, k, v, block_mask=tiles(mask, q.device), scale=scale, enable_gqa=True)
     return out[0].transpose(0, 1)
 
 
 @cache
-def _kernel() -> Callable[..., Any]:
-    return torch.compile(flex_attention, dynamic=True)
+def _kernel(dynamic: bool) -> Callable[..., Any]:
+    return torch.compile(flex_attention, dynamic=dynamic)
 
 
 def tiles(mask: SeenKeys, device: torch.device) -> BlockMask:

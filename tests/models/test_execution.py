@@ -83,12 +83,19 @@ def test_serving_runs_no_part_twice() -> None:
     assert calls == [1]
 
 
+def require_near(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Every gradient within 1e-4 of its norm: drafts of random weights have losses around 20, whose rounding counts."""
+    assert found.keys() == expected.keys()
+    apart = {name: float((found[name] - expected[name]).norm() / expected[name].norm()) for name in found}
+    assert max(apart.values()) < 1e-4, apart
+
+
 # torch.compile itself looks for gradients of the tensors that it is given.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.full
 @every_family
 def test_compiled_losses_are_those_of_eager_execution(family: str) -> None:
-    """Batches of three shapes: losses and gradients within 1e-5, and nothing is compiled anew for the third."""
+    """Batches of three shapes: losses within 1e-5, gradients 1e-4, and nothing is compiled anew for the third."""
     torch._dynamo.reset()
     speculator = draft_of(family)
     assert any(getattr(module, "compiles", None) is False for module in speculator.draft.modules())
@@ -100,13 +107,10 @@ def test_compiled_losses_are_those_of_eager_execution(family: str) -> None:
         compiled, found = step_of(family, speculator, batch, Execution(compile=True))
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         torch.testing.assert_close(compiled.loss, eager.loss, rtol=1e-5, atol=1e-5)
-        assert found.keys() == expected.keys()
-        for name, gradient in found.items():
-            torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5, msg=name)
+        require_near(found, expected)
     both = step_of(family, speculator, batch, Execution(compile=True, gradient_checkpointing=True))
     torch.testing.assert_close(both[0].loss, eager.loss, rtol=1e-5, atol=1e-5)
-    for name, gradient in both[1].items():
-        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5, msg=name)
+    require_near(both[1], expected)
     assert graphs[0] > 0
     assert graphs[2] == 0
 
