@@ -202,6 +202,22 @@ def test_passes_in_threads_give_what_one_pass_gives(tiny_verifier: Path, prepare
         torch.testing.assert_close(states, alone, atol=1e-5, rtol=1e-5)
 
 
+def test_a_pass_computes_no_padding(tiny_verifier: Path, prepared: PreparedData) -> None:
+    """Each token has one position in a pass, and those that all rows begin with have one for all."""
+    verifier = Verifier.from_pretrained(tiny_verifier, dtype="float32", device="cpu")
+    computed: list[int] = []
+    verifier.model.get_input_embeddings().register_forward_hook(
+        lambda module, inputs, output: computed.append(output.shape[:-1].numel())
+    )
+    source = LocalSource(verifier, identity_of(tiny_verifier, prepared), batch_tokens=120)
+    rows = [prepared[row][0] for row in range(len(prepared))]
+    source.states(rows, lambda *_: None)
+    assert len(computed) > 2
+    assert sum(computed) <= sum(map(len, rows))
+    verifier.capture([[1, 2, 3, 4], [1, 2, 9], [1, 2, 3, 5, 6]], [0])
+    assert computed[-1] == 2 + 2 + 1 + 3
+
+
 @pytest.mark.parametrize(
     ("rope", "reentrant"),
     [

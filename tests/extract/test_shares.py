@@ -13,7 +13,6 @@ import pytest
 from speculators.cli import main
 from speculators.errors import StoreError
 from speculators.extract.fingerprint import verifier_fingerprint
-from speculators.extract.local import batches_by_length
 from speculators.extract.prepared import PreparedData
 from speculators.extract.run import extract, extract_share
 from speculators.extract.store import (
@@ -185,15 +184,3 @@ def test_what_is_missing_is_named(words: list[str], message: str, capsys: pytest
         main(["extract", *words])
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("budget", [100, 512, 4096])
-def test_at_most_a_tenth_of_a_batch_is_padding(budget: int) -> None:
-    lengths = [1 + 37 * i * i % 211 for i in range(300)]
-    batches = list(batches_by_length(lengths, budget))
-    assert sorted(row for batch in batches for row in batch) == list(range(300))
-    padded = [len(batch) * max(lengths[row] for row in batch) for batch in batches]
-    used = [sum(lengths[row] for row in batch) for batch in batches]
-    assert all(tokens >= 0.9 * size for tokens, size in zip(used, padded, strict=True))
-    # Rows are still put together: most batches are as full as the budget allows with the next row.
-    assert sum(used) > 0.5 * budget * (len(batches) - 10)
