@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import pairwise
 from typing import Any, overload
 
 import torch
@@ -10,17 +11,21 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Muon, Optimizer
 
 from speculators.errors import TrainingError
+from speculators.models.chunked_loss import even_bounds
 from speculators.models.hardware import multiplies_bfloat16
 from speculators.train.config import ScheduleName, TrainConfig
 from speculators.train.sharding import part_like, whole
+
+# Rows of a panel of a symmetric product: narrower ones are multiplied slower, more of them spare little.
+_PANEL, _MOST_PANELS = 192, 4
 
 
 class WholeMatrixMuon(Muon):
     """`torch.optim.Muon` whose orthogonalisation runs in `dtype`, on whole matrices where parameters are split.
 
     Same state and same update rule. torch's rounds the Newton-Schulz iteration to bfloat16, which a CPU without
-    instructions for it multiplies some 25 times slower than float32. A split matrix is gathered by every process, which
-    keeps its own part of the update.
+    instructions for it multiplies some 25 times slower than float32, and makes both halves of products that are
+    symmetric. A split matrix is gathered by every process, which keeps its own part of the update.
     """
 
     dtype = torch.float32
@@ -67,9 +72,28 @@ def orthogonalise(matrix: Tensor, coefficients: tuple[float, float, float], step
     x = matrix.T if tall else matrix
     x = x / x.norm().clamp(min=eps)
     for _ in range(steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        gram = times_transposed(x)
+        x = torch.addmm(x, times_transposed(gram, plus=gram, beta=b, alpha=c), x, beta=a)
     return x.T if tall else x
+
+
+def times_transposed(matrix: Tensor, plus: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
+    """alpha matrix @ matrixᵀ + beta plus, the latter symmetric.
+
+    On a CPU panel by panel below the diagonal: a third of the products mirrors another.
+    """
+    size = len(matrix)
+    product = matrix.new_empty(size, size)
+    split = matrix.device.type == "cpu" and size >= 2 * _PANEL
+    bounds = even_bounds(size, max(_PANEL, -(-size // _MOST_PANELS)) if split else size)
+    for low, high in pairwise(bounds):
+        under = product if plus is None else plus
+        product[low:high, :high] = torch.addmm(
+            under[low:high, :high], matrix[low:high], matrix[:high].T, beta=beta, alpha=alpha
+        )
+    for low, high in pairwise(bounds[:-1]):
+        product[low:high, high:] = product[high:, low:high].T
+    return product
 
 
 def build_optimizers(
@@ -94,8 +118,10 @@ def build_optimizers(
     split = any(isinstance(parameter, DTensor) for _, parameter in named)
     optimizers: dict[str, Optimizer] = {}
     if muon:
-        in_bfloat16 = multiplies_bfloat16(muon[0].device)
-        optimizers["muon"] = (Muon if in_bfloat16 and not split else WholeMatrixMuon)(
+        device = muon[0].device
+        in_bfloat16 = multiplies_bfloat16(device)
+        by_torch = in_bfloat16 and not split and device.type != "cpu"
+        optimizers["muon"] = (Muon if by_torch else WholeMatrixMuon)(
             muon,
             lr=config.learning_rate,
             weight_decay=config.weight_decay,
