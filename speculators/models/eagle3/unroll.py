@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from speculators.models.eagle3.network import Eagle3FirstLayer, FusedDraftModel
-from speculators.models.layers import DecoderLayer
+from speculators.models.layers import DecoderLayer, linear
 from speculators.models.unroll import Trunk, Unroll
 
 
@@ -26,14 +26,14 @@ class TokenPart:
         for name in ("q_proj", "k_proj", "v_proj"):
             projection = getattr(attention, name)
             of_token, of_state = torch.split(projection.weight, norm.weight.shape[0], 1)
-            self._contributed[name] = F.linear(normed, of_token * norm.weight, projection.bias)
+            self._contributed[name] = linear(normed, of_token * norm.weight, projection.bias)
             self._state_weights[name] = of_state
 
     def project(self, name: str, state: Tensor, tokens: Tensor | None) -> Tensor:
         """The projection `name` of states [R, H] beside the tokens at context positions `tokens` [R] (None: all)."""
         contributed = self._contributed[name]
         contributed = contributed if tokens is None else contributed.index_select(0, tokens)
-        return contributed + F.linear(state, self._state_weights[name])
+        return contributed + linear(state, self._state_weights[name])
 
 
 class Eagle3Trunk(Trunk):
