@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -84,26 +84,25 @@ class RowLayout:
 
 
 class TensorFiles:
-    """Slices of safetensors files, each mapped into memory when first read; can be pickled and read from threads."""
+    """Slices of safetensors files; can be pickled and read from threads.
+
+    A file is mapped into memory for one slice at a time, so that a process never holds more than what it asked for: a
+    mapping that stays grows, page by page, to the size of the store.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._open: dict[str, Any] = {}
 
     def slice(self, file: str, name: str, start: int, end: int) -> Tensor:
         """Tokens [start, end) of a tensor; StoreError where the file cannot be read."""
         try:
-            if file not in self._open:
-                self._open[file] = safe_open(self._directory / file, framework="pt")
-            found: Tensor = self._open[file].get_slice(name)[start:end]
+            with safe_open(self._directory / file, framework="pt") as opened:
+                found: Tensor = opened.get_slice(name)[start:end].clone()
         except (SafetensorError, OSError, RuntimeError) as error:
             raise StoreError(
                 f"{self._directory / file} cannot be read: {error}; run the stage that made it again"
             ) from error
         return found
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_directory": self._directory, "_open": {}}
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> WrittenFile:

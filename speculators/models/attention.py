@@ -89,15 +89,16 @@ def packed_attention(
 ) -> Tensor:
     """Attend and return [R, Q, D]; `own`: keys and values [R, N, D] of the steps 1..k at each query.
 
-    Runs in the dtype of `v_CND`, the softmax in at least float32.
+    Runs in the dtype of `v_CND`, on a CPU in at least float32, as the softmax does: products of many small shapes are
+    slower there in half precision (see `hardware.padded_rows`). The result has the dtype of `v_CND`.
     """
     own_k_RNPD = torch.stack([key for key, _ in own], 2) if own else k_CND.new_empty(len(q_RQD), k_CND.shape[1], 0, 1)
     own_v_RNPD = torch.stack([value for _, value in own], 2) if own else own_k_RNPD
-    dtype = v_CND.dtype
-    out: Tensor = _PackedAttention.apply(  # type: ignore[no-untyped-call]
-        q_RQD.to(dtype), k_CND.to(dtype), v_CND, own_k_RNPD.to(dtype), own_v_RNPD.to(dtype), blocks, scale
-    )
-    return out
+    asked = v_CND.dtype
+    dtype = torch.promote_types(asked, torch.float32) if v_CND.device.type == "cpu" else asked
+    tensors = [tensor.to(dtype) for tensor in (q_RQD, k_CND, v_CND, own_k_RNPD, own_v_RNPD)]
+    out: Tensor = _PackedAttention.apply(*tensors, blocks, scale)  # type: ignore[no-untyped-call]
+    return out.to(asked)
 
 
 class _PackedAttention(torch.autograd.Function):

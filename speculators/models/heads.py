@@ -12,6 +12,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from speculators.formats.verifier_weights import VerifierWeights
+from speculators.models.hardware import padded_rows
+
+# Chunks of rows differ in size; see `padded_rows`.
+_CHUNK_MULTIPLE = 32
+
+
+def with_rows(matrix: Tensor, rows: int) -> Tensor:
+    """The matrix with zeros below it, `rows` in all."""
+    return matrix if len(matrix) == rows else F.pad(matrix, (0, 0, 0, rows - len(matrix)))
 
 
 @dataclass(frozen=True)
@@ -34,12 +43,17 @@ class Head:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., H] -> [..., vocabulary], in at least float32."""
-        size = self.weight.shape[1]
-        main = hidden if self.low_rank is None else hidden[..., :size]
-        logits = F.linear(main, self.weight.to(hidden.dtype))
+        size, shape = self.weight.shape[1], hidden.shape[:-1]
+        rows = shape.numel()
+        padded = with_rows(
+            hidden.reshape(rows, hidden.shape[-1]), padded_rows(rows, hidden.dtype, hidden.device, _CHUNK_MULTIPLE)
+        )
+        main = padded if self.low_rank is None else padded[:, :size]
+        logits = F.linear(main, self.weight.to(hidden.dtype))[:rows]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.low_rank is not None:
-            logits = logits + F.linear(hidden[..., size:], self.low_rank.to(hidden.dtype))
+            logits += F.linear(padded[:, size:], self.low_rank.to(hidden.dtype))[:rows]
+        logits = logits.reshape(*shape, logits.shape[-1])
         if self.scale != 1.0:
             logits = logits * self.scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
@@ -52,9 +66,11 @@ class Head:
 
     def hidden_gradient(self, product_RD: Tensor) -> Tensor:
         """The gradient by the hidden states [R, H], given `product_gradient`."""
-        out = product_RD @ self.weight.to(product_RD.dtype)
+        rows, dtype = len(product_RD), product_RD.dtype
+        padded = with_rows(product_RD, padded_rows(rows, dtype, product_RD.device, _CHUNK_MULTIPLE))
+        out = (padded @ self.weight.to(dtype))[:rows]
         if self.low_rank is not None:
-            out = torch.cat((out, product_RD @ self.low_rank.to(product_RD.dtype)), dim=1)
+            out = torch.cat((out, (padded @ self.low_rank.to(dtype))[:rows]), dim=1)
         return out if self.scale == 1.0 else out * self.scale
 
     def to(self, dtype: torch.dtype) -> Head:

@@ -17,10 +17,26 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from speculators.errors import FormatError
 from speculators.formats.decoder import DecoderConfig
 from speculators.models.compiling import compilable
+from speculators.models.hardware import padded_rows
 
 # Rope types whose table does not depend on the length of the sequence, so that a token's rotation never changes.
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _SKINNY_ROWS = range(1, 129)
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002 - as F.linear has it
+    """F.linear, [..., in] -> [..., out]; under autocast the number of rows is padded as in `hardware.padded_rows`."""
+    kind = input.device.type
+    if not torch.is_autocast_enabled(kind):
+        return F.linear(input, weight, bias)
+    dtype, size = torch.get_autocast_dtype(kind), input.shape[-1]
+    rows = input.numel() // size
+    missing = padded_rows(rows, dtype, input.device) - rows
+    if not missing:
+        return F.linear(input, weight, bias)
+    padded = F.pad(input.reshape(rows, size).to(dtype), (0, 0, 0, missing))
+    out: Tensor = F.linear(padded, weight, bias)[:rows].reshape(*input.shape[:-1], weight.shape[0])
+    return out
 
 
 class SkinnyLinear(nn.Linear):
@@ -40,7 +56,7 @@ class SkinnyLinear(nn.Linear):
             or self.weight.dtype != torch.float32
             or input.device.type != "cpu"
         ):
-            return F.linear(input, self.weight, self.bias)
+            return linear(input, self.weight, self.bias)
         columns = input.reshape(rows, self.in_features)
         out = torch.mm(self.weight, (columns.repeat(2, 1) if rows == 1 else columns).t()).t()[:rows]
         if self.bias is not None:

@@ -47,18 +47,34 @@ class TeacherHead:
 
     def __init__(self) -> None:
         self._known: tuple[VerifierHead, Tensor, Head] | None = None
+        self._shared: tuple[Head, bool] | None = None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TeacherHead)
 
     def over_draft_vocabulary(self, draft: DecoderDraftModel, verifier_head: VerifierHead) -> Head:
-        """The head to compare with; the draft's own frozen weight where it is the same numbers, to keep one copy."""
+        """The head to compare with; the draft's own frozen weight where it is the same, to keep one copy."""
         own = draft.lm_head.weight
         if self._known is not None and self._known[0] is verifier_head and self._known[1] is own:
             return self._known[2]
         ids_D = draft.verifier_ids_D
         head = verifier_head.head if ids_D is None else verifier_head.restricted(ids_D).head
-        if not own.requires_grad and torch.equal(head.weight.to(own.dtype), own):
+        # In the verifier's dtype the copy spares a cast a step, and takes less memory than that does.
+        if head.weight.dtype is own.dtype and _frozen_and_equal(own, head):
             head = replace(head, weight=own.detach())
         self._known = verifier_head, own, head
         return head
+
+    def draft_weight(self, draft: DecoderDraftModel, verifier_head: VerifierHead) -> Tensor:
+        """The weight of the draft's head: the verifier's copy of it, in its dtype, where the draft's is frozen."""
+        own = draft.lm_head.weight
+        if own.requires_grad:
+            return own
+        head = self.over_draft_vocabulary(draft, verifier_head)
+        if self._shared is None or self._shared[0] is not head:
+            self._shared = head, _frozen_and_equal(own, head)
+        return head.weight if self._shared[1] else own
+
+
+def _frozen_and_equal(own: Tensor, head: Head) -> bool:
+    return not own.requires_grad and torch.equal(head.weight.to(own.dtype), own)

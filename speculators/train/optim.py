@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import pairwise
 from typing import Any, overload
 
 import torch
@@ -10,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Muon, Optimizer
 
 from speculators.errors import TrainingError
+from speculators.models.chunked_loss import even_bounds
 from speculators.models.hardware import multiplies_bfloat16
 from speculators.train.config import ScheduleName, TrainConfig
 from speculators.train.sharding import part_like, whole
@@ -17,13 +19,16 @@ from speculators.train.sharding import part_like, whole
 # What a group of parameters multiplies the learning rate by.
 RATE = "rate"
 
+# Rows of a panel of a symmetric product: narrower ones are multiplied slower, more of them spare little.
+_PANEL, _MOST_PANELS = 192, 4
+
 
 class WholeMatrixMuon(Muon):
     """`torch.optim.Muon` whose orthogonalisation runs in `dtype`, on whole matrices where parameters are split.
 
     Same state and same update rule. torch's rounds the Newton-Schulz iteration to bfloat16, which a CPU without
-    instructions for it multiplies some 25 times slower than float32. A split matrix is gathered by every process, which
-    keeps its own part of the update.
+    instructions for it multiplies some 25 times slower than float32, and makes both halves of products that are
+    symmetric. A split matrix is gathered by every process, which keeps its own part of the update.
     """
 
     dtype = torch.float32
@@ -70,9 +75,28 @@ def orthogonalise(matrix: Tensor, coefficients: tuple[float, float, float], step
     x = matrix.T if tall else matrix
     x = x / x.norm().clamp(min=eps)
     for _ in range(steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        gram = times_transposed(x)
+        x = torch.addmm(x, times_transposed(gram, plus=gram, beta=b, alpha=c), x, beta=a)
     return x.T if tall else x
+
+
+def times_transposed(matrix: Tensor, plus: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
+    """alpha matrix @ matrixᵀ + beta plus, the latter symmetric.
+
+    On a CPU panel by panel below the diagonal: a third of the products mirrors another.
+    """
+    size = len(matrix)
+    product = matrix.new_empty(size, size)
+    split = matrix.device.type == "cpu" and size >= 2 * _PANEL
+    bounds = even_bounds(size, max(_PANEL, -(-size // _MOST_PANELS)) if split else size)
+    for low, high in pairwise(bounds):
+        under = product if plus is None else plus
+        product[low:high, :high] = torch.addmm(
+            under[low:high, :high], matrix[low:high], matrix[:high].T, beta=beta, alpha=alpha
+        )
+    for low, high in pairwise(bounds[:-1]):
+        product[low:high, high:] = product[high:, low:high].T
+    return product
 
 
 def build_optimizers(
@@ -116,8 +140,10 @@ def build_optimizers(
 
 
 def _muon(matrices: list[nn.Parameter], config: TrainConfig, split: bool) -> Optimizer:
-    in_bfloat16 = multiplies_bfloat16(matrices[0].device)
-    optimizer = (Muon if in_bfloat16 and not split else WholeMatrixMuon)(
+    device = matrices[0].device
+    in_bfloat16 = multiplies_bfloat16(device)
+    by_torch = in_bfloat16 and not split and device.type != "cpu"
+    optimizer = (Muon if by_torch else WholeMatrixMuon)(
         matrices,
         lr=config.learning_rate,
         weight_decay=config.weight_decay,

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -251,19 +251,25 @@ def load_parameters(checkpoint: Checkpoint, parameters: Mapping[str, Tensor], fi
     """
     path = checkpoint.path / file
     try:
-        stored = load_file(path)
+        with safe_open(path, framework="pt") as stored:
+            names = sorted(stored.keys())
+        if names != sorted(parameters):
+            raise TrainingError(f"{path} holds {names}, the draft trains {sorted(parameters)}")
+        for name, parameter in parameters.items():
+            # Opened anew for each: a mapping keeps what was read through it in memory.
+            with safe_open(path, framework="pt") as stored:
+                _load_parameter(path, name, stored.get_tensor(name), parameter)
     except (OSError, SafetensorError, RuntimeError) as error:
         raise TrainingError(f"{path} is damaged: {error}; remove {checkpoint.path} to use an earlier one") from error
-    if sorted(stored) != sorted(parameters):
-        raise TrainingError(f"{path} holds {sorted(stored)}, the draft trains {sorted(parameters)}")
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            saved = stored[name]
-            if saved.shape != parameter.shape or saved.dtype is not torch.float32:
-                raise TrainingError(
-                    f"{path}: {name} is {saved.dtype} {list(saved.shape)}, expected float32 {list(parameter.shape)}"
-                )
-            parameter.copy_(part_like(saved, parameter))
+
+
+@torch.no_grad()
+def _load_parameter(path: Path, name: str, saved: Tensor, parameter: Tensor) -> None:
+    if saved.shape != parameter.shape or saved.dtype is not torch.float32:
+        raise TrainingError(
+            f"{path}: {name} is {saved.dtype} {list(saved.shape)}, expected float32 {list(parameter.shape)}"
+        )
+    parameter.copy_(part_like(saved, parameter))
 
 
 def _whole_on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

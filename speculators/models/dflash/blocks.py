@@ -153,12 +153,14 @@ def block_attention(
 ) -> Tensor:
     """Attend and return [A, S, Q, D]; `block` are keys and values [A, S, N, D], `context` [C, N, D].
 
-    Runs in the dtype of the values, the softmax in at least float32.
+    Runs in the dtype of the values, on a CPU in at least float32, as the softmax does: products of many small shapes
+    are slower there in half precision (see `hardware.padded_rows`). The result has the dtype of the values.
     """
-    dtype = block[1].dtype
+    asked = block[1].dtype
+    dtype = torch.promote_types(asked, torch.float32) if block[1].device.type == "cpu" else asked
     tensors = [tensor.to(dtype) for tensor in (q_ASQD, *block, *context)]
     out: Tensor = _BlockAttention.apply(*tensors, plan, scale)  # type: ignore[no-untyped-call]
-    return out
+    return out.to(asked)
 
 
 def flex_block_attention(

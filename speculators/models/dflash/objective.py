@@ -70,7 +70,8 @@ class DFlashObjective(TrainingObjective):
         supervision = self.supervise(model, batch)
         states_AJH = draft(supervision.inputs)[:, model.config.first_slot :]
         states_NH = states_AJH[supervision.counted_AJ]
-        tokens = self.token_means(model, supervision, states_NH, Head(model.lm_head.weight), verifier_head)
+        draft_head = Head(self._teacher.draft_weight(model, verifier_head))
+        tokens = self.token_means(model, supervision, states_NH, draft_head, verifier_head)
         return StepOutput(tokens.loss, self.counts(model, supervision, tokens, tokens.loss))
 
     def supervise(self, model: DFlashModel, batch: PackedBatch) -> Supervision:

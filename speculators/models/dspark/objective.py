@@ -105,7 +105,8 @@ class DSparkObjective(DFlashObjective):
         embeds_AJR, vectors_AJR = model.rank_vectors(states_ASH, supervision.previous_ids_AJ)
         states_NH = states_ASH[:, model.config.first_slot :][counted_AJ]
         joined_NX = torch.cat((states_NH, vectors_AJR[counted_AJ]), -1)
-        head = Head(model.lm_head.weight, low_rank=model.markov_head.markov_w2.weight)
+        weight = self._teacher.draft_weight(model, verifier_head)
+        head = Head(weight, low_rank=model.markov_head.markov_w2.weight)
         tokens = self.token_means(model, supervision, joined_NX, head, verifier_head)
         confidence_head = model.confidence_head
         confidence_N = None if confidence_head is None else confidence_head(states_NH, embeds_AJR[counted_AJ])

@@ -90,4 +90,5 @@ class FusedObjective(TrainingObjective):
         teacher_MH = verifier_head.norm(batch.last_hidden_states_CH[batch.supervised_C].to(hidden_NH.dtype))
         head = self._teacher.over_draft_vocabulary(model, verifier_head)
         loss = TokenLoss(self.loss, self.chunk_rows)
-        return loss(hidden_NH, Head(model.lm_head.weight), teacher_MH, head, rank_C[places_N])
+        draft_head = Head(self._teacher.draft_weight(model, verifier_head))
+        return loss(hidden_NH, draft_head, teacher_MH, head, rank_C[places_N])

@@ -18,7 +18,7 @@ from speculators.models.compiling import compilable
 from speculators.models.decoder_draft import DecoderDraftModel
 from speculators.models.draft_model import DraftContext
 from speculators.models.eagle3.config import FusedDraftConfig
-from speculators.models.layers import DecoderLayer, RMSNorm, RotaryTable, SkinnyLinear
+from speculators.models.layers import DecoderLayer, RMSNorm, RotaryTable, SkinnyLinear, linear
 from speculators.models.proposing import aux_states
 
 
@@ -85,7 +85,7 @@ class FusedDraftModel(DecoderDraftModel):
             parts = states.chunk(len(norms), -1)
             normed = [F.rms_norm(part, part.shape[-1:], None, norms[0].eps) for part in parts]
             gain = torch.cat([norm.weight for norm in norms])
-            out = F.linear(torch.cat(normed, -1) if len(normed) > 1 else normed[0], self.fc.weight * gain)
+            out = linear(torch.cat(normed, -1) if len(normed) > 1 else normed[0], self.fc.weight * gain)
         else:
             parts = states.chunk(len(norms), -1)
             out = self.fc(torch.cat([norm(part) for norm, part in zip(norms, parts, strict=True)], -1))

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from speculators.models.eagle3.network import Eagle3FirstLayer, FusedDraftModel
-from speculators.models.layers import DecoderLayer
+from speculators.models.layers import DecoderLayer, linear
 from speculators.models.unroll import Trunk, Unroll
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -33,7 +33,7 @@ class TokenPart:
         """The projection `name` of states [R, H] beside the tokens at context positions `tokens` [R] (None: all)."""
         contributed = self._contributed[name]
         contributed = contributed if tokens is None else contributed.index_select(0, tokens)
-        return contributed + F.linear(state, self._state_weights[name])
+        return contributed + linear(state, self._state_weights[name])
 
 
 def _contributions(layer: Eagle3FirstLayer, embeds_CH: Tensor) -> list[Tensor]:
@@ -41,7 +41,7 @@ def _contributions(layer: Eagle3FirstLayer, embeds_CH: Tensor) -> list[Tensor]:
     norm = layer.input_layernorm
     normed, width = F.rms_norm(embeds_CH, norm.weight.shape, None, norm.eps), norm.weight.shape[0]
     projections = (getattr(layer.self_attn, name) for name in _PROJECTIONS)
-    return [F.linear(normed, each.weight.split(width, 1)[0] * norm.weight, each.bias) for each in projections]
+    return [linear(normed, each.weight.split(width, 1)[0] * norm.weight, each.bias) for each in projections]
 
 
 class Eagle3Trunk(Trunk):

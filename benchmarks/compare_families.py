@@ -1,0 +1,104 @@
+"""What `train_compare.py` gives each family's two trainers: the same shape of draft, and each its own ways to train it.
+
+Shapes are those of the table in PyPI's own measurement on SmolLM2: 3 steps of training-time test; 2 layers and blocks
+of 8; a Markov head of rank 64 and a confidence head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from speculators.extract.store import HiddenStatesStore
+
+ROW_LENGTH = 1024
+AUX_LAYERS = (2, 15, 27)
+TTT_STEPS, BLOCK_SIZE, ANCHORS_A_ROW, MARKOV_RANK = 3, 8, 128, 64
+# The trainer's recommendation for SmolLM2, as in the recipes.
+TRAIN = {"optimizer": "muon", "learning_rate": 2e-3, "warmup_ratio": 0.03, "schedule": "cosine"}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One family: options of this project's draft and objective, the peer's flags, and what should be found.
+
+    `speed` is the least ratio of tokens per second, `memory` the largest of peak memories.
+    """
+
+    speed: float
+    memory: float
+    draft: dict[str, Any]
+    objective: dict[str, Any]
+    peer: dict[str, Any]
+    positions: int
+    blocks: bool = False
+    shape: dict[str, Any] = field(default_factory=dict)
+
+
+_BLOCKS: dict[str, Any] = {"num_layers": 2, "block_size": BLOCK_SIZE}
+_PEER_BLOCKS = {
+    "draft-attn-impl": "sdpa",
+    "num-layers": 2,
+    "block-size": BLOCK_SIZE,
+    "max-anchors": ANCHORS_A_ROW,
+}
+
+FAMILIES = {
+    "eagle3": Comparison(
+        speed=2.0,
+        memory=1 / 2,
+        draft={},
+        objective={"ttt_steps": TTT_STEPS},
+        peer={"draft-attn-impl": "eager", "ttt-steps": TTT_STEPS},
+        positions=TTT_STEPS,
+        shape={"layers": 1, "ttt_steps": TTT_STEPS},
+    ),
+    "dflash": Comparison(
+        speed=1.5,
+        memory=3 / 4,
+        # The slots of a block see those before them: so the peer trains layers with a window, and all have one there.
+        draft=_BLOCKS | {"sliding_window_non_causal": False},
+        objective={},
+        peer=_PEER_BLOCKS,
+        positions=BLOCK_SIZE - 1,
+        blocks=True,
+        shape={"layers": 2, "block_size": BLOCK_SIZE},
+    ),
+    "dspark": Comparison(
+        speed=1.5,
+        memory=3 / 4,
+        draft=_BLOCKS | {"markov_rank": MARKOV_RANK},
+        objective={},
+        peer=_PEER_BLOCKS | {"markov-rank": MARKOV_RANK},
+        positions=BLOCK_SIZE,
+        blocks=True,
+        shape={"layers": 2, "block_size": BLOCK_SIZE, "markov_rank": MARKOV_RANK, "confidence_head": True},
+    ),
+}
+
+
+def anchors_a_document(store: HiddenStatesStore, rows: int, wanted: int = ANCHORS_A_ROW) -> tuple[int, float]:
+    """The least `max_anchors` a document with which a packed row has `wanted` blocks on average, and how many it has.
+
+    This project counts anchors by document, the peer by packed row; `rows` is the number of these. Where there is no
+    room for so many blocks, a document takes all it has room for.
+    """
+    rooms = [_room(store, row) for row in range(len(store))]
+    for limit in range(1, max(rooms, default=0) + 1):
+        blocks = sum(min(room, limit) for room in rooms) / rows
+        if blocks >= wanted:
+            return limit, blocks
+    return max([1, *rooms]), sum(rooms) / rows
+
+
+def _room(store: HiddenStatesStore, row: int) -> int:
+    mask_T = store[row].loss_mask[:ROW_LENGTH]
+    return int(torch.count_nonzero(mask_T[: max(len(mask_T) - BLOCK_SIZE, 0)]))
+
+
+def peer_flags(options: dict[str, Any]) -> Sequence[str]:
+    """Flags and values as words."""
+    return [str(word) for name, value in options.items() for word in (f"--{name}", value)]
