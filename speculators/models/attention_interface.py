@@ -20,7 +20,14 @@ from torch.nn import functional as F
 from transformers import AttentionInterface
 
 from speculators.models.attention import BLOCK_ROWS
-from speculators.models.branches import Branches, attend_branches, attend_fused, attend_in_products
+from speculators.models.branches import (
+    Block,
+    Branches,
+    attend_branches,
+    attend_fused,
+    attend_in_products,
+    block_of_products,
+)
 from speculators.models.cache import SlotCache, SlotWrite, attend, slot_attention
 from speculators.models.masks import PackedMask
 
@@ -77,12 +84,12 @@ def attention(
     branches = _BRANCHES.get()
     if branches is not None:
         form = partial(_attention_of_a_block, scale=scale, softcap=softcap, sinks=sinks)
-        repeats = 1
+        block = Block()
         if plain and query.device.type == "cpu":
-            form, repeats = partial(attend_in_products, scale=scale), query.shape[1] // key.shape[1]
+            form, block = partial(attend_in_products, scale=scale), block_of_products(query.shape[1] // key.shape[1])
         elif plain:
             form = partial(attend_fused, scale=scale)
-        return attend_branches(query[0], key[0], value[0], branches, window, form, repeats)[None], None
+        return attend_branches(query[0], key[0], value[0], branches, window, form, block)[None], None
     documents: Sequence[int] | None = options.get("documents")
     write: SlotWrite | None = options.get("slot_write") or _WRITE.get()
     if documents is not None:

@@ -20,48 +20,81 @@ AttendMasked = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
+class Block:
+    """What a form of attention takes: numbers of queries and keys that are multiples of `multiple`, and the mask of its
+    queries `mask_repeats` times."""
+
+    multiple: int = 1
+    mask_repeats: int = 1
+
+    def rounded(self, size: int) -> int:
+        """The least size that is no less."""
+        return -(-size // self.multiple) * self.multiple
+
+
+# On a CPU every new shape of a product has a kernel of its own, which is kept (see `hardware.padded_rows`).
+_MULTIPLE = 32
+
+
+@dataclass(frozen=True)
 class Branches:
-    """A row that holds the `shared` first tokens of several sequences, and then what each goes on with."""
+    """A row that holds the `shared` first tokens of several sequences, and then what each goes on with.
+
+    `filling` tokens at its end belong to none of them.
+    """
 
     shared: int
     lengths: tuple[int, ...]
-    _masks: dict[tuple[int, int, int | None, torch.dtype, int], Tensor] = field(default_factory=dict, compare=False)
+    filling: int = 0
+    _masks: dict[tuple[int, int, int | None, torch.dtype, Block], Tensor] = field(default_factory=dict, compare=False)
 
     @classmethod
-    def of(cls, sequences: Sequence[Sequence[int]]) -> tuple[Branches, list[int]]:
-        """How sequences of at least one token share a row, and the tokens of that row."""
+    def of(
+        cls, sequences: Sequence[Sequence[int]], row_length: Callable[[int], int] = int
+    ) -> tuple[Branches, list[int]]:
+        """How sequences of at least one token share a row, and the tokens of that row.
+
+        A row of n tokens is filled up to `row_length(n)` of them.
+        """
         shared = _common_beginning(sequences) if len(sequences) > 1 else 0
         tokens = [*sequences[0][:shared], *(token for one in sequences for token in one[shared:])]
-        return cls(shared, tuple(len(one) - shared for one in sequences)), tokens
+        filling = row_length(len(tokens)) - len(tokens)
+        return cls(shared, tuple(len(one) - shared for one in sequences), filling), tokens + [0] * filling
 
     def positions(self, device: torch.device) -> Tensor:
         """Position of each token in its sequence, int64 [1, T]."""
-        parts = [torch.arange(self.shared), *(torch.arange(length) + self.shared for length in self.lengths)]
+        rest = (torch.arange(length) + self.shared for length in (*self.lengths, self.filling))
+        parts = [torch.arange(self.shared), *rest]
         return torch.cat(parts)[None].to(device)
 
     def whole(self, row: Tensor) -> list[Tensor]:
         """What stands in `row` [T, ...] for each of the sequences, whole again."""
-        beginning, *rest = row.split([self.shared, *self.lengths])
+        beginning, *rest, _ = row.split([self.shared, *self.lengths, self.filling])
         return [torch.cat((beginning, one)) if self.shared else one for one in rest]
 
     def blocks(self) -> Iterator[tuple[slice, slice, int]]:
         """Queries that are attended together: where they stand, where their sequence's own keys stand up to the last
         of them, and how many shared keys come before those."""
         start = 0
-        for number, length in enumerate((self.shared, *self.lengths)):
+        for number, length in enumerate((self.shared, *self.lengths, self.filling)):
             for first in range(0, length, _QUERY_BLOCK):
                 last = min(first + _QUERY_BLOCK, length)
                 yield slice(start + first, start + last), slice(start, start + last), self.shared if number else 0
             start += length
 
-    def mask(self, queries: int, keys: int, window: int | None, like: Tensor, repeats: int = 1) -> Tensor:
-        """0 where the last `queries` of `keys` positions see and -inf elsewhere, [repeats * queries, keys]."""
-        known = (queries, keys, window, like.dtype, repeats)
+    def mask(self, queries: int, keys: int, window: int | None, like: Tensor, block: Block) -> Tensor:
+        """0 where the last `queries` of `keys` positions see, and -inf elsewhere, in the form of a `block`.
+
+        Queries beyond, which fill a block up, see everything, and nobody sees the keys beyond.
+        """
+        known = (queries, keys, window, like.dtype, block)
         if known not in self._masks:
             index = torch.arange(keys, device=like.device)
+            mask = like.new_zeros(block.rounded(queries), block.rounded(keys))
             seen = PackedMask(window).in_document(index[-queries:, None], index)
-            hidden = torch.zeros(queries, keys, dtype=like.dtype, device=like.device)
-            self._masks[known] = hidden.masked_fill_(~seen, float("-inf")).repeat(repeats, 1)
+            mask[:queries, :keys].masked_fill_(~seen, float("-inf"))
+            mask[:queries, keys:] = float("-inf")
+            self._masks[known] = mask.repeat(block.mask_repeats, 1)
         return self._masks[known]
 
 
@@ -79,22 +112,37 @@ def attend_branches(
     branches: Branches,
     window: int | None,
     attend: AttendMasked,
-    mask_repeats: int = 1,
+    block: Block = Block(),
 ) -> Tensor:
     """Causal attention inside each sequence, at most `window` keys a query; returns [T, Q, D].
 
-    `attend(queries, keys, values, mask)` computes a block; the mask is additive, [mask_repeats * T, E].
+    `attend(queries, keys, values, mask)` computes a block; the mask is additive, [T, E], repeated as `block` says.
     """
     out = q_QTD.new_empty(q_QTD.shape[1], q_QTD.shape[0], v_NTD.shape[-1])
     for queries, own, shared in branches.blocks():
-        keys, values = k_NTD[:, own], v_NTD[:, own]
-        if shared:
-            keys, values = (torch.cat((all_[:, :shared], one), 1) for all_, one in ((k_NTD, keys), (v_NTD, values)))
         width = queries.stop - queries.start
-        seen = keys.shape[1] if window is None else min(keys.shape[1], window + width - 1)
-        mask = branches.mask(width, seen, window, q_QTD, mask_repeats)
-        out[queries] = attend(q_QTD[:, queries], keys[:, -seen:], values[:, -seen:], mask).transpose(0, 1)
+        keys = shared + own.stop - own.start
+        seen = keys if window is None else min(keys, window + width - 1)
+        mask = branches.mask(width, seen, window, q_QTD, block)
+        missing = block.rounded(seen) - seen
+        k_NED, v_NED = (_last_keys(tensor, shared, own, seen, missing) for tensor in (k_NTD, v_NTD))
+        q = F.pad(q_QTD[:, queries], (0, 0, 0, block.rounded(width) - width))
+        out[queries] = attend(q, k_NED, v_NED, mask)[:, :width].transpose(0, 1)
     return out
+
+
+def _last_keys(tensor_NTD: Tensor, shared: int, own: slice, seen: int, missing: int) -> Tensor:
+    """The last `seen` keys of the shared and a sequence's own, and `missing` zeros behind them."""
+    first = tensor_NTD[:, max(shared + own.stop - own.start - seen, 0) : shared]
+    rest = tensor_NTD[:, own][:, -seen:]
+    parts = [first] * (first.shape[1] > 0) + [rest]
+    parts += [tensor_NTD.new_zeros(len(tensor_NTD), missing, tensor_NTD.shape[2])] * (missing > 0)
+    return torch.cat(parts, 1) if len(parts) > 1 else rest
+
+
+def block_of_products(groups: int) -> Block:
+    """What `attend_in_products` takes, with so many query heads to a key head."""
+    return Block(_MULTIPLE, groups)
 
 
 def attend_in_products(q_QTD: Tensor, k_NED: Tensor, v_NED: Tensor, mask_FE: Tensor, scale: float) -> Tensor:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from speculators.errors import VerifierError
 from speculators.models.attention_interface import ATTENTION_NAME, SlotKeyValues, branching, writing
 from speculators.models.branches import Branches
 from speculators.models.cache import SlotCache, SlotWrite
-from speculators.models.hardware import multiplies_bfloat16
+from speculators.models.hardware import multiplies_bfloat16, padded_rows
 from speculators.models.layers import STATIC_ROPE_TYPES, use_skinny_linears
 
 # Kinds of layers that carry a state from token to token beside, or instead of, keys and values.
@@ -249,7 +250,9 @@ class Verifier:
         """
         if not token_ids or min(len(row) for row in token_ids) == 0:
             raise VerifierError("capture needs at least one sequence, each of at least one token")
-        branches, tokens = Branches.of(token_ids)
+        branches, tokens = Branches.of(
+            token_ids, partial(padded_rows, dtype=self.dtype, device=self.device, multiple=32)
+        )
         ids = self._checked_ids(layer_ids)
         with branching(branches), self._captured.of(ids) as captured:
             self._decoder(

@@ -32,8 +32,11 @@ def test_what_all_begin_with_stands_once() -> None:
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("extra", EXTRAS)
-def test_each_sequence_attends_as_if_alone(rows: list[list[int]], extra: dict[str, Any]) -> None:
-    branches, tokens = Branches.of(rows)
+@pytest.mark.parametrize("multiple", [1, 16])
+def test_each_sequence_attends_as_if_alone(rows: list[list[int]], extra: dict[str, Any], multiple: int) -> None:
+    """In a row that is filled up too."""
+    branches, tokens = Branches.of(rows, lambda length: -(-length // multiple) * multiple)
+    assert len(tokens) % multiple == 0
     query, key, value = tensors(1, len(tokens))
     with branching(branches):
         out, _ = attention(MODULE, query, key, value, None, scaling=0.7, **extra)
