@@ -71,7 +71,7 @@ def extract(
     dtype: Annotated[str, typer.Option("--dtype", help="What the verifier computes in.")] = "auto",
     store_dtype: Annotated[str, typer.Option("--store-dtype", help="bfloat16, float16 or float32.")] = "bfloat16",
     aux_dtype: AuxOption = None,
-    batch_tokens: BatchOption = 2048,
+    batch_tokens: BatchOption = 4096,
     shard_mib: Annotated[int, typer.Option("--shard-mib", min=1, help="Size of a shard.")] = 256,
     skip_failed: SkipOption = False,
     verify: VerifyOption = False,

@@ -28,7 +28,7 @@ class LocalSource:
     the process keeps the memory that tensors free, for good.
     """
 
-    def __init__(self, verifier: Verifier, identity: StoreIdentity, *, batch_tokens: int = 2048) -> None:
+    def __init__(self, verifier: Verifier, identity: StoreIdentity, *, batch_tokens: int = 4096) -> None:
         if batch_tokens < 1:
             raise StoreError(f"batch_tokens is {batch_tokens}, expected 1 or more")
         if verifier.device.type == "cpu":
@@ -60,7 +60,7 @@ class LocalSource:
 
         def capture(batch: Sequence[int]) -> list[Tensor]:
             captured = self._verifier.capture([rows[i].tolist() for i in batch], self._layer_ids)
-            return [states_TLH.to("cpu", self._dtype, copy=True) for states_TLH in captured]
+            return [states_TLH.to("cpu", self._dtype) for states_TLH in captured]
 
         if workers == 1 or len(batches) == 1:
             yield from map(capture, batches)
@@ -75,7 +75,7 @@ class LocalSource:
 
 
 def extract_rows(
-    verifier: Verifier, prepared: PreparedData, writer: StoreWriter, *, batch_tokens: int = 2048, progress: bool = True
+    verifier: Verifier, prepared: PreparedData, writer: StoreWriter, *, batch_tokens: int = 4096, progress: bool = True
 ) -> FillResult:
     """Run the verifier over all rows whose shard is missing, and write them shard by shard."""
     source = LocalSource(verifier, writer.identity, batch_tokens=batch_tokens)

@@ -45,7 +45,7 @@ class ExtractOptions:
     dtype: str = "auto"
     store_dtype: str = "bfloat16"
     aux_dtype: str | None = None
-    batch_tokens: int = 2048
+    batch_tokens: int = 4096
     shard_bytes: int = DEFAULT_SHARD_BYTES
     device: str | None = None
     trust_remote_code: bool = False

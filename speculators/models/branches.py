@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from speculators.models.masks import PackedMask
 
-_QUERY_BLOCK = 128
+_QUERY_BLOCK = 192
 
 AttendMasked = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -68,9 +68,9 @@ class Branches:
         return torch.cat(parts)[None].to(device)
 
     def whole(self, row: Tensor) -> list[Tensor]:
-        """What stands in `row` [T, ...] for each of the sequences, whole again."""
+        """What stands in `row` [T, ...] for each of the sequences, whole again, as copies."""
         beginning, *rest, _ = row.split([self.shared, *self.lengths, self.filling])
-        return [torch.cat((beginning, one)) if self.shared else one for one in rest]
+        return [torch.cat((beginning, one)) for one in rest]
 
     def blocks(self) -> Iterator[tuple[slice, slice, int]]:
         """Queries that are attended together: where they stand, where their sequence's own keys stand up to the last

@@ -241,7 +241,6 @@ class Verifier:
         aux = torch.cat([captured[i] for i in self.aux_layer_ids], -1) if self.aux_layer_ids else None
         return VerifierOutput(output.logits if need_logits else None, aux, captured[_NORMED])
 
-    @torch.no_grad()
     def capture(self, token_ids: Sequence[Sequence[int]], layer_ids: Sequence[int]) -> list[Tensor]:
         """Hidden states of whole sequences, without a cache or padding; what all begin with is computed once.
 
@@ -254,14 +253,16 @@ class Verifier:
             token_ids, partial(padded_rows, dtype=self.dtype, device=self.device, multiple=32)
         )
         ids = self._checked_ids(layer_ids)
-        with branching(branches), self._captured.of(ids) as captured:
+        with torch.inference_mode(), branching(branches), self._captured.of(ids) as captured:
             self._decoder(
                 input_ids=torch.tensor([tokens], device=self.device),
                 position_ids=branches.positions(self.device),
                 attention_mask=self._no_mask(),
                 use_cache=False,
             )
-        return branches.whole(torch.stack([captured[i][0] for i in ids], 1))
+            states_TAH = torch.stack([captured[i][0] for i in ids], 1)
+        # Copies that are made here may be trained on, those of inference mode may not.
+        return branches.whole(states_TAH)
 
     def _no_mask(self) -> Tensor:
         """What keeps transformers from making masks of its own, which ours replace."""

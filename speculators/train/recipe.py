@@ -98,7 +98,7 @@ class ExtractConfig(Section):
     dtype: str = "auto"
     store_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     aux_dtype: Literal["int8", "float8_e4m3fn"] | None = None
-    batch_tokens: int = Field(default=2048, ge=1, description="tokens of a pass")
+    batch_tokens: int = Field(default=4096, ge=1, description="tokens of a pass")
 
     @model_validator(mode="after")
     def _source_is_complete(self) -> Self:
