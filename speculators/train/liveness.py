@@ -6,6 +6,7 @@ own in the store through which the processes found each other, and looks at the 
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 import sys
@@ -18,7 +19,7 @@ from types import TracebackType
 from typing import Self
 
 # Documented, but not exported in a way that mypy knows.
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore, is_initialized  # type: ignore[attr-defined]
 
 from speculators.errors import TrainingError
 from speculators.train.signals import Stopped
@@ -39,6 +40,21 @@ def open_store(environment: Mapping[str, str] = os.environ) -> Store:
     attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
     prefix = f"speculators/watch/{attempt}/{next(_NUMBERS)}"
     return PrefixStore(prefix, TCPStore(address, port, None, False, timeout))
+
+
+def _skip_teardown() -> None:
+    """Let this process end with exit code 1 as soon as its Python code has ended.
+
+    A backend that has lost a peer may abort the process while it is taken down, with a code that names no reason.
+    """
+    if is_initialized():
+        atexit.register(_end_now)
+
+
+def _end_now() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 @dataclass
@@ -70,6 +86,7 @@ class Watch:
             reason = self._reason_of_others()
             if reason is not None:
                 self._over.set()
+                _skip_teardown()
                 raise TrainingError(reason) from error
         self._tell(f"process {self.rank} has ended: {type(error).__name__}: {error}")
         self._over.set()
@@ -115,6 +132,7 @@ class Watch:
         self._over.set()
         self._thread.join()
         if self._lost is not None and not self._lost.startswith(_STORE_GONE):
+            _skip_teardown()
             raise TrainingError(self._lost)
 
     def _all_there(self, keys: list[str]) -> bool:
