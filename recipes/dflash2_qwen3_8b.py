@@ -15,8 +15,8 @@ Optimizer, rate, epochs and D-PACE weights are those of Red Hat's draft for this
 from speculators.models.dflash2.draft import DFlash2Draft
 from speculators.models.dflash2.objective import DFlash2Objective
 from speculators.train.config import TrainConfig
-from speculators.train.quickstart import HELD_OUT, shipped_data
-from speculators.train.recipe import DataConfig, EvaluateConfig, ExtractConfig, Recipe, run
+from speculators.train.quickstart import on_held_out_prompts
+from speculators.train.recipe import DataConfig, ExtractConfig, Recipe, run
 
 RECIPE = Recipe(
     name="dflash2_qwen3_8b",
@@ -49,7 +49,7 @@ RECIPE = Recipe(
         measure_every=2000,
         optimizer="muon",
     ),
-    evaluate=EvaluateConfig(data={"heldout": str(shipped_data() / HELD_OUT)}, limit=80, max_num_seqs=16),
+    evaluate=on_held_out_prompts(limit=80, max_num_seqs=16),
 )
 
 if __name__ == "__main__":

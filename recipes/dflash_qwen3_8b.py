@@ -17,8 +17,8 @@ temperature 1, 1.3 million prompts). A run of 20,000 conversations and three epo
 from speculators.models.dflash.draft import DFlashDraft
 from speculators.models.dflash.objective import DFlashObjective
 from speculators.train.config import TrainConfig
-from speculators.train.quickstart import HELD_OUT, shipped_data
-from speculators.train.recipe import DataConfig, EvaluateConfig, ExtractConfig, Recipe, run
+from speculators.train.quickstart import on_held_out_prompts
+from speculators.train.recipe import DataConfig, ExtractConfig, Recipe, run
 
 RECIPE = Recipe(
     name="dflash_qwen3_8b",
@@ -43,7 +43,7 @@ RECIPE = Recipe(
         checkpoint_every=1000,
         measure_every=2000,
     ),
-    evaluate=EvaluateConfig(data={"heldout": str(shipped_data() / HELD_OUT)}, limit=80, max_num_seqs=16),
+    evaluate=on_held_out_prompts(limit=80, max_num_seqs=16),
 )
 
 if __name__ == "__main__":

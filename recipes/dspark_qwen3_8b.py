@@ -17,8 +17,8 @@ As in arXiv 2607.05147, which weighs the distance |p - q| with 0.9: here 1.8, `t
 from speculators.models.dspark.draft import DSparkDraft
 from speculators.models.dspark.objective import DSparkObjective
 from speculators.train.config import TrainConfig
-from speculators.train.quickstart import HELD_OUT, shipped_data
-from speculators.train.recipe import DataConfig, EvaluateConfig, ExtractConfig, Recipe, run
+from speculators.train.quickstart import on_held_out_prompts
+from speculators.train.recipe import DataConfig, ExtractConfig, Recipe, run
 
 RECIPE = Recipe(
     name="dspark_qwen3_8b",
@@ -43,7 +43,7 @@ RECIPE = Recipe(
         checkpoint_every=1000,
         measure_every=2000,
     ),
-    evaluate=EvaluateConfig(data={"heldout": str(shipped_data() / HELD_OUT)}, limit=80, max_num_seqs=16),
+    evaluate=on_held_out_prompts(limit=80, max_num_seqs=16),
 )
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ Hat's draft, 3.20, 3.01 and 3.65 for Nebius's.
 from speculators.models.eagle3.draft import Eagle3Draft
 from speculators.models.eagle3.objective import Eagle3Objective
 from speculators.train.config import TrainConfig
-from speculators.train.quickstart import HELD_OUT, shipped_data
-from speculators.train.recipe import DataConfig, EvaluateConfig, ExtractConfig, Recipe, run
+from speculators.train.quickstart import on_held_out_prompts
+from speculators.train.recipe import DataConfig, ExtractConfig, Recipe, run
 
 RECIPE = Recipe(
     name="eagle3_gpt_oss_20b",
@@ -40,7 +40,7 @@ RECIPE = Recipe(
         measure_every=2000,
         measure_prompts=0,
     ),
-    evaluate=EvaluateConfig(data={"heldout": str(shipped_data() / HELD_OUT)}, limit=80, max_num_seqs=16),
+    evaluate=on_held_out_prompts(limit=80, max_num_seqs=16),
 )
 
 if __name__ == "__main__":

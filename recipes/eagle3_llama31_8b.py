@@ -16,8 +16,8 @@ acceptance length 2.90 and 3.86 on MT-Bench, 3.34 and 4.91 on HumanEval, 2.55 an
 from speculators.models.eagle3.draft import Eagle3Draft
 from speculators.models.eagle3.objective import Eagle3Objective
 from speculators.train.config import TrainConfig
-from speculators.train.quickstart import HELD_OUT, shipped_data
-from speculators.train.recipe import DataConfig, EvaluateConfig, ExtractConfig, Recipe, run
+from speculators.train.quickstart import on_held_out_prompts
+from speculators.train.recipe import DataConfig, ExtractConfig, Recipe, run
 
 RECIPE = Recipe(
     name="eagle3_llama31_8b",
@@ -38,7 +38,7 @@ RECIPE = Recipe(
         checkpoint_every=1000,
         measure_every=2000,
     ),
-    evaluate=EvaluateConfig(data={"heldout": str(shipped_data() / HELD_OUT)}, limit=80, max_num_seqs=16),
+    evaluate=on_held_out_prompts(limit=80, max_num_seqs=16),
 )
 
 if __name__ == "__main__":

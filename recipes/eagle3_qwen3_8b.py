@@ -17,8 +17,8 @@ HumanEval, 5.30 on GSM8K.
 from speculators.models.eagle3.draft import Eagle3Draft
 from speculators.models.eagle3.objective import Eagle3Objective
 from speculators.train.config import TrainConfig
-from speculators.train.quickstart import HELD_OUT, shipped_data
-from speculators.train.recipe import DataConfig, EvaluateConfig, ExtractConfig, Recipe, run
+from speculators.train.quickstart import on_held_out_prompts
+from speculators.train.recipe import DataConfig, ExtractConfig, Recipe, run
 
 RECIPE = Recipe(
     name="eagle3_qwen3_8b",
@@ -44,7 +44,7 @@ RECIPE = Recipe(
         checkpoint_every=1000,
         measure_every=2000,
     ),
-    evaluate=EvaluateConfig(data={"heldout": str(shipped_data() / HELD_OUT)}, limit=80, max_num_seqs=16),
+    evaluate=on_held_out_prompts(limit=80, max_num_seqs=16),
 )
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ gpt-oss-120b (5 tokens) acceptance lengths are 2.68 on MT-Bench, 3.15 on HumanEv
 from speculators.models.peagle.draft import PEagleDraft
 from speculators.models.peagle.objective import PEagleObjective
 from speculators.train.config import TrainConfig
-from speculators.train.quickstart import HELD_OUT, shipped_data
-from speculators.train.recipe import DataConfig, EvaluateConfig, ExtractConfig, Recipe, run
+from speculators.train.quickstart import on_held_out_prompts
+from speculators.train.recipe import DataConfig, ExtractConfig, Recipe, run
 
 RECIPE = Recipe(
     name="peagle_qwen3_8b",
@@ -44,7 +44,7 @@ RECIPE = Recipe(
         checkpoint_every=1000,
         measure_every=2000,
     ),
-    evaluate=EvaluateConfig(data={"heldout": str(shipped_data() / HELD_OUT)}, limit=80, max_num_seqs=16),
+    evaluate=on_held_out_prompts(limit=80, max_num_seqs=16),
 )
 
 if __name__ == "__main__":

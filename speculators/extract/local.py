@@ -6,6 +6,7 @@ import math
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -89,9 +90,8 @@ def batches_by_length(lengths: Sequence[int], batch_tokens: int, *, workers: int
     """
     total = sum(lengths)
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    number = 0
-    while True:
-        number += max(workers, math.ceil(total / batch_tokens / workers) * workers - number)
+    fewest = max(math.ceil(total / batch_tokens / workers), 1) * workers
+    for number in count(fewest, workers):
         batches: list[list[int]] = [[] for _ in range(number)]
         before = 0
         for row in order:
@@ -100,4 +100,5 @@ def batches_by_length(lengths: Sequence[int], batch_tokens: int, *, workers: int
             before += lengths[row]
         batches = [batch for batch in batches if batch]
         if all(len(batch) == 1 or sum(lengths[i] for i in batch) <= batch_tokens for batch in batches):
-            return batches
+            break
+    return batches

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,12 +21,12 @@ from transformers import AttentionInterface
 
 from speculators.models.attention import BLOCK_ROWS
 from speculators.models.branches import (
-    Block,
+    BlockForm,
     Branches,
     attend_branches,
     attend_fused,
     attend_in_products,
-    block_of_products,
+    form_of_products,
 )
 from speculators.models.cache import SlotCache, SlotWrite, attend, slot_attention
 from speculators.models.masks import PackedMask
@@ -37,23 +37,22 @@ _BRANCHES: contextvars.ContextVar[Branches | None] = contextvars.ContextVar("bra
 
 
 @contextmanager
-def branching(branches: Branches) -> Iterator[None]:
+def _during(variable: contextvars.ContextVar[Any], value: object) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+def branching(branches: Branches) -> AbstractContextManager[None]:
     """Let every attention layer that runs inside, without a cache, keep to the sequences of one row."""
-    token = _BRANCHES.set(branches)
-    try:
-        yield
-    finally:
-        _BRANCHES.reset(token)
+    return _during(_BRANCHES, branches)
 
 
-@contextmanager
-def writing(write: SlotWrite) -> Iterator[None]:
+def writing(write: SlotWrite) -> AbstractContextManager[None]:
     """Let every attention layer that runs inside look at the keys of one slot write."""
-    token = _WRITE.set(write)
-    try:
-        yield
-    finally:
-        _WRITE.reset(token)
+    return _during(_WRITE, write)
 
 
 class SlotKeyValues:
@@ -83,13 +82,14 @@ def attention(
     plain = softcap is None and sinks is None
     branches = _BRANCHES.get()
     if branches is not None:
-        form = partial(_attention_of_a_block, scale=scale, softcap=softcap, sinks=sinks)
-        block = Block()
+        attend_block = partial(_attention_of_a_block, scale=scale, softcap=softcap, sinks=sinks)
+        form = BlockForm()
         if plain and query.device.type == "cpu":
-            form, block = partial(attend_in_products, scale=scale), block_of_products(query.shape[1] // key.shape[1])
+            attend_block = partial(attend_in_products, scale=scale)
+            form = form_of_products(query.shape[1] // key.shape[1])
         elif plain:
-            form = partial(attend_fused, scale=scale)
-        return attend_branches(query[0], key[0], value[0], branches, window, form, block)[None], None
+            attend_block = partial(attend_fused, scale=scale)
+        return attend_branches(query[0], key[0], value[0], branches, window, attend_block, form)[None], None
     documents: Sequence[int] | None = options.get("documents")
     write: SlotWrite | None = options.get("slot_write") or _WRITE.get()
     if documents is not None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from speculators.models.hardware import rounded_up
 from speculators.models.masks import PackedMask
 
 _QUERY_BLOCK = 192
@@ -20,7 +21,7 @@ AttendMasked = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockForm:
     """What a form of attention takes: numbers of queries and keys that are multiples of `multiple`, and the mask of its
     queries `mask_repeats` times."""
 
@@ -29,7 +30,7 @@ class Block:
 
     def rounded(self, size: int) -> int:
         """The least size that is no less."""
-        return -(-size // self.multiple) * self.multiple
+        return rounded_up(size, self.multiple)
 
 
 # On a CPU every new shape of a product has a kernel of its own, which is kept (see `hardware.padded_rows`).
@@ -46,7 +47,9 @@ class Branches:
     shared: int
     lengths: tuple[int, ...]
     filling: int = 0
-    _masks: dict[tuple[int, int, int | None, torch.dtype, Block], Tensor] = field(default_factory=dict, compare=False)
+    _masks: dict[tuple[int, int, int | None, torch.dtype, BlockForm], Tensor] = field(
+        default_factory=dict, compare=False
+    )
 
     @classmethod
     def of(
@@ -82,19 +85,19 @@ class Branches:
                 yield slice(start + first, start + last), slice(start, start + last), self.shared if number else 0
             start += length
 
-    def mask(self, queries: int, keys: int, window: int | None, like: Tensor, block: Block) -> Tensor:
-        """0 where the last `queries` of `keys` positions see, and -inf elsewhere, in the form of a `block`.
+    def mask(self, queries: int, keys: int, window: int | None, like: Tensor, form: BlockForm) -> Tensor:
+        """0 where the last `queries` of `keys` positions see, and -inf elsewhere, in the form of a block.
 
         Queries beyond, which fill a block up, see everything, and nobody sees the keys beyond.
         """
-        known = (queries, keys, window, like.dtype, block)
+        known = (queries, keys, window, like.dtype, form)
         if known not in self._masks:
             index = torch.arange(keys, device=like.device)
-            mask = like.new_zeros(block.rounded(queries), block.rounded(keys))
+            mask = like.new_zeros(form.rounded(queries), form.rounded(keys))
             seen = PackedMask(window).in_document(index[-queries:, None], index)
             mask[:queries, :keys].masked_fill_(~seen, float("-inf"))
             mask[:queries, keys:] = float("-inf")
-            self._masks[known] = mask.repeat(block.mask_repeats, 1)
+            self._masks[known] = mask.repeat(form.mask_repeats, 1)
         return self._masks[known]
 
 
@@ -112,21 +115,21 @@ def attend_branches(
     branches: Branches,
     window: int | None,
     attend: AttendMasked,
-    block: Block = Block(),
+    form: BlockForm = BlockForm(),
 ) -> Tensor:
     """Causal attention inside each sequence, at most `window` keys a query; returns [T, Q, D].
 
-    `attend(queries, keys, values, mask)` computes a block; the mask is additive, [T, E], repeated as `block` says.
+    `attend(queries, keys, values, mask)` computes a block; the mask is additive, [T, E], repeated as `form` says.
     """
     out = q_QTD.new_empty(q_QTD.shape[1], q_QTD.shape[0], v_NTD.shape[-1])
     for queries, own, shared in branches.blocks():
         width = queries.stop - queries.start
         keys = shared + own.stop - own.start
         seen = keys if window is None else min(keys, window + width - 1)
-        mask = branches.mask(width, seen, window, q_QTD, block)
-        missing = block.rounded(seen) - seen
+        mask = branches.mask(width, seen, window, q_QTD, form)
+        missing = form.rounded(seen) - seen
         k_NED, v_NED = (_last_keys(tensor, shared, own, seen, missing) for tensor in (k_NTD, v_NTD))
-        q = F.pad(q_QTD[:, queries], (0, 0, 0, block.rounded(width) - width))
+        q = F.pad(q_QTD[:, queries], (0, 0, 0, form.rounded(width) - width))
         out[queries] = attend(q, k_NED, v_NED, mask)[:, :width].transpose(0, 1)
     return out
 
@@ -140,9 +143,9 @@ def _last_keys(tensor_NTD: Tensor, shared: int, own: slice, seen: int, missing: 
     return torch.cat(parts, 1) if len(parts) > 1 else rest
 
 
-def block_of_products(groups: int) -> Block:
+def form_of_products(groups: int) -> BlockForm:
     """What `attend_in_products` takes, with so many query heads to a key head."""
-    return Block(_MULTIPLE, groups)
+    return BlockForm(_MULTIPLE, groups)
 
 
 def attend_in_products(q_QTD: Tensor, k_NED: Tensor, v_NED: Tensor, mask_FE: Tensor, scale: float) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from speculators.models.hardware import rounded_up
 from speculators.models.masks import PackedMask
 
 TILE = 128
@@ -38,7 +39,7 @@ class SeenKeys(Protocol):
 
 def up_to_tile(size: int) -> int:
     """The least multiple of a tile's side that is no less."""
-    return -(-size // TILE) * TILE
+    return rounded_up(size, TILE)
 
 
 def number(value: int, device: torch.device) -> Tensor:

@@ -1,6 +1,8 @@
 """What the machine's arithmetic is good at."""
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:
@@ -13,6 +15,11 @@ def multiplies_bfloat16(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
+def rounded_up(size: int, multiple: int) -> int:
+    """The least multiple that is no less than `size`."""
+    return -(-size // multiple) * multiple
+
+
 def padded_rows(rows: int, dtype: torch.dtype, device: torch.device, multiple: int = 64) -> int:
     """How many rows a matrix product of `rows` should have where their number changes from call to call.
 
@@ -21,4 +28,10 @@ def padded_rows(rows: int, dtype: torch.dtype, device: torch.device, multiple: i
     """
     if device.type != "cpu" or dtype.itemsize != 2:
         return rows
-    return -(-rows // multiple) * multiple
+    return rounded_up(rows, multiple)
+
+
+def with_padded_rows(matrix: Tensor, multiple: int = 64) -> Tensor:
+    """The matrix with rows of zeros below it, as many rows in all as `padded_rows` says."""
+    rows = padded_rows(len(matrix), matrix.dtype, matrix.device, multiple)
+    return matrix if len(matrix) == rows else F.pad(matrix, (0, 0, 0, rows - len(matrix)))

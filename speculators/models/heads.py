@@ -12,15 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from speculators.formats.verifier_weights import VerifierWeights
-from speculators.models.hardware import padded_rows
+from speculators.models.hardware import with_padded_rows
 
-# Chunks of rows differ in size; see `padded_rows`.
+# Chunks of rows differ in size; see `hardware.padded_rows`.
 _CHUNK_MULTIPLE = 32
-
-
-def with_rows(matrix: Tensor, rows: int) -> Tensor:
-    """The matrix with zeros below it, `rows` in all."""
-    return matrix if len(matrix) == rows else F.pad(matrix, (0, 0, 0, rows - len(matrix)))
 
 
 @dataclass(frozen=True)
@@ -45,9 +40,7 @@ class Head:
         """[..., H] -> [..., vocabulary], in at least float32."""
         size, shape = self.weight.shape[1], hidden.shape[:-1]
         rows = shape.numel()
-        padded = with_rows(
-            hidden.reshape(rows, hidden.shape[-1]), padded_rows(rows, hidden.dtype, hidden.device, _CHUNK_MULTIPLE)
-        )
+        padded = with_padded_rows(hidden.reshape(rows, hidden.shape[-1]), _CHUNK_MULTIPLE)
         main = padded if self.low_rank is None else padded[:, :size]
         logits = F.linear(main, self.weight.to(hidden.dtype))[:rows]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -67,7 +60,7 @@ class Head:
     def hidden_gradient(self, product_RD: Tensor) -> Tensor:
         """The gradient by the hidden states [R, H], given `product_gradient`."""
         rows, dtype = len(product_RD), product_RD.dtype
-        padded = with_rows(product_RD, padded_rows(rows, dtype, product_RD.device, _CHUNK_MULTIPLE))
+        padded = with_padded_rows(product_RD, _CHUNK_MULTIPLE)
         out = (padded @ self.weight.to(dtype))[:rows]
         if self.low_rank is not None:
             out = torch.cat((out, (padded @ self.low_rank.to(dtype))[:rows]), dim=1)

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from speculators.errors import FormatError
 from speculators.formats.decoder import DecoderConfig
 from speculators.models.compiling import compilable
-from speculators.models.hardware import padded_rows
+from speculators.models.hardware import padded_rows, with_padded_rows
 
 # Rope types whose table does not depend on the length of the sequence, so that a token's rotation never changes.
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -31,10 +31,9 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(input, weight, bias)
     dtype, size = torch.get_autocast_dtype(kind), input.shape[-1]
     rows = input.numel() // size
-    missing = padded_rows(rows, dtype, input.device) - rows
-    if not missing:
+    if padded_rows(rows, dtype, input.device) == rows:
         return F.linear(input, weight, bias)
-    padded = F.pad(input.reshape(rows, size).to(dtype), (0, 0, 0, missing))
+    padded = with_padded_rows(input.reshape(rows, size).to(dtype))
     out: Tensor = F.linear(padded, weight, bias)[:rows].reshape(*input.shape[:-1], weight.shape[0])
     return out
 

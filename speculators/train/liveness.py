@@ -104,8 +104,7 @@ class Watch:
                 self._lost = f"{_STORE_GONE} ({error})"
         if self._lost is not None and not self._over.wait(GRACE_SECONDS):
             sys.stderr.write(f"error: {self._lost}\n")
-            sys.stderr.flush()
-            os._exit(1)
+            _end_now()
 
     def _beat(self, seen: dict[int, tuple[int, int]]) -> str | None:
         """Count up once; the reason where another process is lost.

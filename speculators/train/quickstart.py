@@ -1,6 +1,7 @@
 """Recipes for SmolLM2 and the shipped conversations on two CPU cores: minutes of one field, or an hour of all."""
 
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -18,6 +19,11 @@ def shipped_data() -> Path:
     package = Path(__file__).resolve().parent.parent
     installed = package / "data"
     return installed if installed.is_dir() else package.parent / "recipes" / "data"
+
+
+def on_held_out_prompts(**options: Any) -> EvaluateConfig:
+    """The evaluation on the shipped prompts whose subjects no training prompt has; `options` are EvaluateConfig's."""
+    return EvaluateConfig(data={"heldout": str(shipped_data() / HELD_OUT)}, **options)
 
 
 # A few minutes teach a draft one field, not all of them: code, tables, series and calculations by steps.
@@ -53,13 +59,7 @@ def minutes_recipe(
         ),
         train=_training(epochs=2, measure_prompts=4, measure_tokens=48),
         # Float32: identity is exact there.
-        evaluate=EvaluateConfig(
-            data={"heldout": str(shipped_data() / HELD_OUT)},
-            limit=16,
-            match=FIELD,
-            max_new_tokens=96,
-            dtype="float32",
-        ),
+        evaluate=on_held_out_prompts(limit=16, match=FIELD, max_new_tokens=96, dtype="float32"),
     )
 
 
@@ -74,9 +74,7 @@ def hour_recipe(draft: DraftChoices, objective: BaseModel, family: str) -> Recip
         data=DataConfig(train=(str(shipped_data() / CONVERSATIONS),), max_length=1024, validation_rows=64),
         train=_training(epochs=3, measure_prompts=16, measure_tokens=64),
         # Float32: identity is exact there.
-        evaluate=EvaluateConfig(
-            data={"heldout": str(shipped_data() / HELD_OUT)}, limit=80, max_num_seqs=16, dtype="float32"
-        ),
+        evaluate=on_held_out_prompts(limit=80, max_num_seqs=16, dtype="float32"),
     )
 
 
