@@ -61,7 +61,6 @@ def settings_of(arguments: argparse.Namespace, trainers: Trainers, comparison: C
         "draft_vocab_size": arguments.draft_vocab_size,
         **comparison.shape,
         **blocks,
-        "threads": arguments.threads,
         "ours": {"draft": trainers.draft, "objective": trainers.objective, "train": TRAIN},
         "peer": {"flags": " ".join(peer_flags(comparison.peer)), "else": "its defaults"},
     }
@@ -163,7 +162,7 @@ def verdict(report: Mapping[str, Any], comparison: Comparison) -> dict[str, bool
 def print_report(report: Mapping[str, Any]) -> None:
     """One table of everything measured so far."""
     settings = report["settings"]
-    table = Table(title=f"{report['family']} on {settings['verifier']}, {settings['threads']} threads")
+    table = Table(title=f"{report['family']} on {settings['verifier']}")
     for column in ("", "ours", "PyPI's speculators", "ours / theirs", "wanted"):
         table.add_column(column, justify="left" if not column else "right")
     wanted = report["wanted"]
@@ -223,7 +222,7 @@ def main() -> int:
     wanted = {"speed": comparison.speed, "memory": comparison.memory}
     report |= {"family": arguments.family, "peer": "speculators 0.9.0", "settings": settings, "wanted": wanted}
     for part in parts:
-        report[part] = MEASURES[part](arguments, trainers, folder)
+        report[part] = {"threads": arguments.threads, **MEASURES[part](arguments, trainers, folder)}
         report["found"] = verdict(report, comparison)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps(report, indent=2) + "\n")

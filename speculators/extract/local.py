@@ -16,7 +16,7 @@ from speculators.extract.filling import Advance, FillResult, RowFault, fill_stor
 from speculators.extract.manifest import DTYPES, StoreIdentity
 from speculators.extract.prepared import PreparedData
 from speculators.extract.store import StoreWriter
-from speculators.models.memory import keep_freed_memory
+from speculators.models.memory import free_bytes, keep_freed_memory
 from speculators.runtime.verifier import Verifier
 
 _MAX_PASSES = 8  # at a time: beyond that, memory for activations grows and cores share a pass well
@@ -26,7 +26,8 @@ class LocalSource:
     """Runs the verifier over rows; those of like length share a pass of at most `batch_tokens` tokens.
 
     A longer row has a pass of its own. States are computed in the verifier's dtype and rounded to the store's. On a CPU
-    the process keeps the memory that tensors free, for good.
+    the process keeps the memory that tensors free, for good, and the verifier a second copy of its weights where these
+    take little of what is free.
     """
 
     def __init__(self, verifier: Verifier, identity: StoreIdentity, *, batch_tokens: int = 4096) -> None:
@@ -34,6 +35,7 @@ class LocalSource:
             raise StoreError(f"batch_tokens is {batch_tokens}, expected 1 or more")
         if verifier.device.type == "cpu":
             keep_freed_memory()
+            verifier.pack_weights(free_bytes() // 4)
         self._verifier, self._batch_tokens = verifier, batch_tokens
         self._layer_ids, self._dtype = identity.layer_ids, DTYPES[identity.dtype]
 

@@ -1,6 +1,8 @@
-"""How the C library treats memory that tensors give back."""
+"""The process's memory: how much there is, and how the C library treats what tensors give back."""
 
 import ctypes
+import math
+import os
 import platform
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
@@ -19,3 +21,9 @@ def keep_freed_memory() -> bool:
     mallopt = ctypes.CDLL(None).mallopt
     options = {_M_MMAP_THRESHOLD: _KEPT_BYTES, _M_TRIM_THRESHOLD: _KEPT_BYTES, _M_ARENA_MAX: 1}
     return all(mallopt(option, value) == 1 for option, value in options.items())
+
+
+def free_bytes() -> int:
+    """Memory of the machine that nothing has taken, 0 where the system does not tell."""
+    names = ("SC_PAGE_SIZE", "SC_AVPHYS_PAGES")
+    return math.prod(map(os.sysconf, names)) if all(name in os.sysconf_names for name in names) else 0

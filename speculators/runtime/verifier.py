@@ -28,7 +28,7 @@ from speculators.models.attention_interface import ATTENTION_NAME, SlotKeyValues
 from speculators.models.branches import Branches
 from speculators.models.cache import SlotCache, SlotWrite
 from speculators.models.hardware import multiplies_bfloat16, padded_rows
-from speculators.models.layers import STATIC_ROPE_TYPES, use_skinny_linears
+from speculators.models.layers import STATIC_ROPE_TYPES, pack_linears, use_skinny_linears
 
 # Kinds of layers that carry a state from token to token beside, or instead of, keys and values.
 _RECURRENT_LAYERS = frozenset({"linear_attention", "mamba", "conv", "recurrent"})
@@ -263,6 +263,13 @@ class Verifier:
             states_TAH = torch.stack([captured[i][0] for i in ids], 1)
         # Copies that are made here may be trained on, those of inference mode may not.
         return branches.whole(states_TAH)
+
+    def pack_weights(self, most_bytes: int) -> bool:
+        """Make captures of long rows faster on a CPU by a copy of the decoder's weights in the processor's own order.
+
+        False where that does not apply, or where it would take more than `most_bytes`.
+        """
+        return pack_linears(self._decoder, most_bytes)
 
     def _no_mask(self) -> Tensor:
         """What keeps transformers from making masks of its own, which ours replace."""
