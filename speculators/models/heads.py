@@ -99,13 +99,16 @@ class VerifierHead:
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> VerifierHead:
         """Move to a device; `dtype` is applied to the head's weight, the gain stays float32."""
-        head = replace(self.head, weight=self.head.weight.to(device, dtype))
-        return replace(self, norm_weight=self.norm_weight.to(device), head=head)
+        moved = self.with_weight(self.head.weight.to(device, dtype))
+        return replace(moved, norm_weight=self.norm_weight.to(device))
+
+    def with_weight(self, weight: Tensor) -> VerifierHead:
+        """The same end with another weight of the head."""
+        return replace(self, head=replace(self.head, weight=weight))
 
     def restricted(self, verifier_ids_D: Tensor) -> VerifierHead:
         """The same end over a part of the vocabulary, in the order of `verifier_ids_D` (copies those rows)."""
-        weight = self.head.weight.index_select(0, verifier_ids_D.to(self.head.weight.device))
-        return replace(self, head=replace(self.head, weight=weight))
+        return self.with_weight(self.head.weight.index_select(0, verifier_ids_D.to(self.head.weight.device)))
 
     def norm(self, last_hidden_states: Tensor) -> Tensor:
         """The final norm of states [..., H] stored before it; dtype kept."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Annotated, TypeVar
+from weakref import ReferenceType, ref
 
 import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict
@@ -40,14 +41,21 @@ def unwrapped(draft: nn.Module, kind: type[Model]) -> Model:
 
 
 class TeacherHead:
-    """The verifier's head over the draft vocabulary, cut out once for all steps.
+    """The verifier's head over the draft vocabulary, cut out once for as long as there is a verifier's head.
 
     What is known so far makes no difference: two of them are equal, so that objectives of the same knobs are.
     """
 
     def __init__(self) -> None:
-        self._known: tuple[VerifierHead, Tensor, Head] | None = None
+        # Not kept alive from here: a head whose weight is gathered for one pass must not outlive it.
+        self._known: tuple[ReferenceType[VerifierHead], Tensor, Head] | None = None
         self._shared: tuple[Head, bool] | None = None
+
+    def __reduce__(self) -> tuple[type[TeacherHead], tuple[()]]:
+        return TeacherHead, ()
+
+    def _forget(self, _: ReferenceType[VerifierHead]) -> None:
+        self._known = self._shared = None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TeacherHead)
@@ -55,14 +63,14 @@ class TeacherHead:
     def over_draft_vocabulary(self, draft: DecoderDraftModel, verifier_head: VerifierHead) -> Head:
         """The head to compare with; the draft's own frozen weight where it is the same, to keep one copy."""
         own = draft.lm_head.weight
-        if self._known is not None and self._known[0] is verifier_head and self._known[1] is own:
+        if self._known is not None and self._known[0]() is verifier_head and self._known[1] is own:
             return self._known[2]
         ids_D = draft.verifier_ids_D
         head = verifier_head.head if ids_D is None else verifier_head.restricted(ids_D).head
         # In the verifier's dtype the copy spares a cast a step, and takes less memory than that does.
         if head.weight.dtype is own.dtype and _frozen_and_equal(own, head):
             head = replace(head, weight=own.detach())
-        self._known = verifier_head, own, head
+        self._known = ref(verifier_head, self._forget), own, head
         return head
 
     def draft_weight(self, draft: DecoderDraftModel, verifier_head: VerifierHead) -> Tensor:

@@ -60,7 +60,8 @@ class TrainConfig(Section):
     )
     compute_dtype: ComputeDtype = "auto"
     strategy: Strategy = Field(
-        default="auto", description="how several processes hold the draft: whole (ddp) or in parts (fsdp2)"
+        default="auto",
+        description="how several processes hold the draft and the verifier's head: whole (ddp) or in parts (fsdp2)",
     )
     seed: int = Field(default=0, ge=0)
     gradient_checkpointing: bool = Field(

@@ -40,6 +40,8 @@ class Judge:
         with self.trainee.averaged():
             if self.validation is not None:
                 sums = self._validate(self.validation)
+                # No backward pass has split them again, and decoding wants the memory.
+                self.workers.forget_gathered(self.trainee.module)
                 found["validation_loss"] = found["score_loss"] = sums.rate("loss")
                 found["validation_acceptance_length"] = self.objective.acceptance_length(sums.counts)
                 found["score_acceptance"] = found["validation_acceptance_length"]

@@ -34,16 +34,28 @@ _PATIENCE = timedelta(hours=2)
 
 
 class StepModule(nn.Module):
-    """A draft and its objective's step as one module, so that whatever wraps it sees every use of a parameter."""
+    """A draft and its objective's step as one module, so that whatever wraps it sees every use of a parameter.
+
+    `head_weight` is the weight of the verifier's head where that is a parameter, too (see `hold_head`).
+    """
+
+    head_weight: nn.Parameter | None
 
     def __init__(self, draft: DraftModel, objective: Objective, verifier_head: VerifierHead) -> None:
         super().__init__()
         self.draft = draft
+        self.register_parameter("head_weight", None)
         self._step, self._head = objective.step, verifier_head
+
+    def hold_head(self) -> None:
+        """Make the verifier's head a frozen parameter, for whatever splits parameters to split it as well."""
+        self.head_weight = nn.Parameter(self._head.head.weight, requires_grad=False)
+        self._head = self._head.with_weight(self.head_weight.to("meta"))
 
     def forward(self, batch: PackedBatch) -> tuple[torch.Tensor, Mapping[str, Count]]:
         """Loss and counts of one batch."""
-        output = self._step(self.draft, batch, self._head)
+        head = self._head if self.head_weight is None else self._head.with_weight(self.head_weight)
+        output = self._step(self.draft, batch, head)
         if output.metrics["loss"].count:
             return output.loss, output.metrics
         # Nothing counts; processes exchange gradients of every parameter all the same.
@@ -53,8 +65,8 @@ class StepModule(nn.Module):
 class Workers:
     """This process and the others of its run; alone, it talks to nobody.
 
-    `strategy` says how a draft lies on them: whole on each ("ddp"), or split ("fsdp2"); "auto" is what the
-    configuration of `accelerate launch` says, else whole. UsageError for a configuration that cannot be honoured.
+    `strategy` says how a draft and its verifier's head lie on them: whole on each ("ddp"), or split ("fsdp2"); "auto"
+    is what the configuration of `accelerate launch` says, else whole. UsageError for one that cannot be honoured.
     `trackers` are accelerate's, by name or made already; those that write files do it below `logging_directory`.
     """
 
@@ -106,6 +118,7 @@ class Workers:
     def wrap(self, module: StepModule) -> nn.Module:
         """The module with gradients that are averaged over all processes; a collective."""
         if self.shards:
+            module.hold_head()
             return cast(nn.Module, shard(module, self.device, self.size))
         if self.size == 1:
             return module
@@ -122,7 +135,7 @@ class Workers:
         return Watch(open_store(), self.rank, self.size)
 
     def forget_gathered(self, wrapped: nn.Module) -> None:
-        """Drop the whole parameters that a split module may have kept of its last pass: they have changed since."""
+        """Drop the whole parameters that a split module may have kept of its last pass."""
         if isinstance(wrapped, FSDPModule):
             wrapped.reshard()
 

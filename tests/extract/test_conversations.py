@@ -157,6 +157,7 @@ def test_match_is_found_in_ids_and_comes_before_the_limit(tmp_path: Path) -> Non
         ('{"input_ids": [1, 2.0], "loss_mask": [1, 1]}', "input_ids[1] is 2.0"),
         ('{"input_ids": [1, 2], "loss_mask": [1, 2]}', "loss_mask[1] is 2"),
         ('{"input_ids": [1, 2]}', "loss_mask is None"),
+        ('{"input_ids": [1, 2], "loss_mask": null}', "loss_mask is None"),
         ('{"prompt": "a", "id": 1.5}', "id is 1.5"),
     ],
 )

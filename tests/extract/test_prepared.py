@@ -1,5 +1,6 @@
 """Prepared data: what is kept, cut, skipped and counted."""
 
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from speculators.extract.prepared import DRAFT_VOCAB, MANIFEST, PreparedData, re
 from speculators.extract.run import PrepareOptions, prepare
 from speculators.extract.tokenize import ChatTokenizer
 from tests.extract.row_files import five_rows, talk, write
-from tests.tiny_models import END, START, make_tokenizer, make_verifier
+from tests.tiny_models import CHAT_TEMPLATE, END, START, make_tokenizer, make_verifier
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def test_rows_are_kept_in_order_and_counted(tmp_path: Path, tiny_verifier: Path,
         prepared[3]
 
 
-def test_long_rows_are_cut_where_something_is_left_to_learn(tmp_path: Path, tiny_verifier: Path) -> None:
+def test_row_25_long_rows_are_cut_where_something_is_left_to_learn(tmp_path: Path, tiny_verifier: Path) -> None:
     """Spans of the verifier's words are found, or it is an error; a cut leaves ids and mask alike.
 
     Pitfall 24 and pitfall 25.
@@ -70,9 +71,19 @@ def test_long_rows_are_cut_where_something_is_left_to_learn(tmp_path: Path, tiny
         prepare(tiny_verifier, data, tmp_path / "none", PrepareOptions(max_length=1), progress=False)
 
 
+@pytest.mark.parametrize("marked", [False, True])
 @pytest.mark.parametrize("place", ["first header", "first answer", "second header", "second answer"])
-def test_a_conversation_is_cut_anywhere(tmp_path: Path, tiny_verifier: Path, place: str) -> None:
-    """Mask and ids are cut alike; what ends before its first answer is skipped and counted (pitfall 25)."""
+def test_row_25_a_conversation_is_cut_anywhere(tmp_path: Path, tiny_verifier: Path, place: str, marked: bool) -> None:
+    """Mask and ids are cut alike; what ends before its first answer is skipped and counted (pitfall 25).
+
+    Whether the mask comes from the template's own marks, as transformers gives it, or from comparing renders.
+    """
+    if marked:
+        tiny_verifier = shutil.copytree(tiny_verifier, tmp_path / "verifier")
+        said = "{{ message['content'] }}<|im_end|>"
+        either = "{% generation %}" + said + "{% endgeneration %}{% else %}" + said + "{% endif %}{{ '\\n' }}"
+        template = CHAT_TEMPLATE.replace(said + "\n", "{% if message['role'] == 'assistant' %}" + either)
+        (tiny_verifier / "chat_template.jinja").write_text(template, encoding="utf-8")
     texts = ("What is the sum?", "Forty two.", "And then?", "Rain fell all night.")
     tokenizer = make_tokenizer()
     header = f"{START}user\n{texts[0]}{END}\n{START}assistant\n"
@@ -80,6 +91,7 @@ def test_a_conversation_is_cut_anywhere(tmp_path: Path, tiny_verifier: Path, pla
     whole, first, second = (len(tokenizer(text)["input_ids"]) for text in (f"{turn}{texts[3]}{END}\n", header, turn))
     length = {"first header": first - 1, "first answer": first + 2, "second header": second - 2}.get(place, second + 3)
     assert first < length < whole or place == "first header"
+    answered = len(tokenizer(f"{texts[1]}{END}")["input_ids"])
     short = {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 1, 0, 1]}
     data = write(tmp_path / "data.jsonl", talk(*texts), short)
     uncut = prepare(tiny_verifier, data, tmp_path / "uncut", progress=False)
@@ -93,6 +105,13 @@ def test_a_conversation_is_cut_anywhere(tmp_path: Path, tiny_verifier: Path, pla
         assert torch.equal(ids, uncut[0][0][:length])
         assert torch.equal(mask, uncut[0][1][:length])
         assert mask[-1].item() is place.endswith("answer")
+        learnt = {"first answer": texts[1], "second header": f"{texts[1]}{END}"}.get(
+            place, f"{texts[1]}{END}{texts[3]}"
+        )
+        assert learnt.startswith(tokenizer.decode(ids[mask]))
+        assert int(mask.sum()) == {"first answer": 2, "second header": answered}.get(place, answered + 3)
+    else:
+        assert prepared.manifest["skipped_rows"] == ["data-000001"]
 
 
 def test_a_rerun_takes_finished_rows_and_a_change_replaces_them(

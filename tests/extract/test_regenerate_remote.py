@@ -127,7 +127,8 @@ def test_rows_that_a_server_refuses_are_named_and_asked_again(tmp_path: Path, ad
     assert not (tmp_path / "out.errors.jsonl").exists()
 
 
-def test_what_is_asked_for_stands_at_the_top_of_the_request(tmp_path: Path, prompts: Path) -> None:
+def test_row_26_what_is_asked_for_stands_at_the_top_of_the_request(tmp_path: Path, prompts: Path) -> None:
+    """A plain HTTP body has no `extra_body` that anybody would unwrap (pitfall 26)."""
     options = RegenerateOptions(
         max_new_tokens=7,
         temperatures=((0.5, 1.0),),

@@ -50,7 +50,8 @@ def test_shares_reasons_and_lengths_are_counted(tmp_path: Path, tiny_verifier: P
     assert statistics["row_tokens"]["max"] == max(prepared.lengths)
 
 
-def test_a_dataset_without_assistant_turns_says_so(tmp_path: Path, tiny_verifier: Path) -> None:
+def test_row_24_a_dataset_without_assistant_turns_says_so(tmp_path: Path, tiny_verifier: Path) -> None:
+    """A mask of zeros alone is an error before anything is trained on it (pitfall 24)."""
     data = write(tmp_path / "data.jsonl", *(talk(f"Question {i}?") for i in range(3)))
     with pytest.raises(DataError, match=r"none of the 3 rows .*\(3 no assistant message\); .*want regenerating"):
         prepare(tiny_verifier, data, tmp_path / "out", progress=False)
@@ -63,9 +64,14 @@ def test_plain_text_is_learnt_as_it_stands(tmp_path: Path) -> None:
     ids, mask = prepare(verifier, data, tmp_path / "out", progress=False)[0]
     assert make_tokenizer().decode(ids) == "Rain fell all night."
     assert mask.all()
-    write(data, {"text": f"{START}user\nWhy?{END}\n{START}assistant\nNobody knows.{END}"})
+
+
+def test_row_24_a_conversation_that_was_formatted_before_is_refused(tmp_path: Path, tiny_verifier: Path) -> None:
+    """As plain text all of it would be learnt, questions and headers too (pitfall 24)."""
+    text = f"{START}user\nWhy?{END}\n{START}assistant\nNobody knows.{END}"
+    data = write(tmp_path / "data.jsonl", {"text": text})
     with pytest.raises(DataError, match=r"data\.jsonl:1: the text holds the markup .*formatted conversation"):
-        prepare(verifier, data, tmp_path / "out", progress=False)
+        prepare(tiny_verifier, data, tmp_path / "out", progress=False)
 
 
 def test_a_token_that_begins_every_text_is_not_learnt() -> None:
@@ -118,7 +124,8 @@ def test_counts_of_several_folders_add_up(tmp_path: Path, tiny_verifier: Path, d
         merged_draft_vocab(parts, 30)
 
 
-def test_a_mask_is_as_long_as_its_ids_wherever_a_row_is_cut() -> None:
+def test_row_25_a_mask_is_as_long_as_its_ids_wherever_a_row_is_cut() -> None:
+    """At every length, from two tokens to more than there are (pitfall 25)."""
     row = parse_row(json.dumps(talk("And then?", "Rain fell all night.", "Why?", "Nobody knows.")), Path("d.jsonl"), 1)
     chat = ChatTokenizer(make_tokenizer())
     [(whole_ids, whole_mask, _)] = chat.encode_rows(row)

@@ -88,7 +88,8 @@ PLAIN_SPANS: dict[str, list[list[str]]] = {
 
 
 @pytest.mark.parametrize("name", PLAIN_SPANS)
-def test_every_answer_is_learnt_with_its_end_and_without_its_header(name: str) -> None:
+def test_row_24_every_answer_is_learnt_with_its_end_and_without_its_header(name: str) -> None:
+    """Both answers of a conversation, or the last one where that is asked for (pitfall 24)."""
     style = getattr(templates, name)
     assert learnt(style, conversation(PLAIN)) == PLAIN_SPANS[name]
     last = learnt(style, conversation(PLAIN), turns="last")
@@ -133,12 +134,23 @@ THINKING_SPANS: dict[str, list[list[str]]] = {
 
 
 @pytest.mark.parametrize("name", THINKING_SPANS)
-def test_reasoning_is_learnt_where_the_template_shows_it(name: str) -> None:
+def test_row_24_reasoning_is_learnt_where_the_template_shows_it(name: str) -> None:
+    """What was thought before an earlier answer is learnt with that answer, and not with the last (pitfall 24)."""
     style = getattr(templates, name)
     assert learnt(style, conversation(THINKS)) == THINKING_SPANS[name]
+    last = [text for text in THINKING_SPANS[name][-1] if "I look" not in text and "A fox" not in text]
+    assert learnt(style, conversation(THINKS), turns="last") == [last]
     assert [row.lost_reasoning for row in ChatTokenizer(style.tokenizer()).encode_rows(conversation(THINKS))] == [
         0 for _ in THINKING_SPANS[name]
     ]
+
+
+def test_row_24_reasoning_in_the_last_turn_alone() -> None:
+    """The first answer was given without thought, and is not learnt with the last one's (pitfall 24)."""
+    row = conversation([*PLAIN[:2], THINKS[2], THINKS[3]])
+    given, thought = "The quick fox. 🦊<|im_end|>", "<think>\nI wait.\n</think>\n\nIt jumps.<|im_end|>"
+    assert learnt(templates.QWEN3, row) == [[given], [thought]]
+    assert learnt(templates.QWEN3, row, turns="last") == [[thought]]
 
 
 @pytest.mark.parametrize("name", ["CHATML", "LLAMA3", "GEMMA", "DEEPSEEK_R1", "PHI3"])
@@ -158,7 +170,8 @@ def test_thinking_within_the_text_is_told_from_the_answer() -> None:
     assert ChatTokenizer(templates.DEEPSEEK_R1.tokenizer()).encode_rows(row)[0].lost_reasoning == 1
 
 
-def test_thinking_switched_off_is_part_of_the_prompt() -> None:
+def test_row_26_thinking_switched_off_is_part_of_the_prompt() -> None:
+    """The option changes the prompt, and one that the template does not read is refused (pitfall 26)."""
     row = conversation(PLAIN)
     off = ChatTokenizer(templates.QWEN3.tokenizer(), template_options={"enable_thinking": False})
     rows = off.encode_rows(row)
@@ -208,7 +221,8 @@ TOOL_SPANS: dict[str, list[list[str]]] = {
 
 
 @pytest.mark.parametrize("name", TOOL_SPANS)
-def test_calls_are_learnt_and_schemas_and_results_are_not(name: str) -> None:
+def test_row_26_calls_are_learnt_and_schemas_and_results_are_not(name: str) -> None:
+    """The tools' schemas are given, the calls learnt, the results given (pitfall 26)."""
     style = getattr(templates, name)
     row = conversation(USES_TOOLS, tools=TOOLS)
     assert learnt(style, row) == TOOL_SPANS[name]
@@ -220,7 +234,8 @@ def test_calls_are_learnt_and_schemas_and_results_are_not(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["CHATML", "LLAMA3", "DEEPSEEK_V3", "VICUNA", "PHI3", "GLM"])
-def test_a_template_that_leaves_tools_out_is_refused(name: str) -> None:
+def test_row_26_a_template_that_leaves_tools_out_is_refused(name: str) -> None:
+    """Neither the tools nor a call can be lost without a word (pitfall 26)."""
     style = getattr(templates, name)
     with pytest.raises(DataError, match=r"data\.jsonl:5: the row has tools, but .* leaves them out"):
         learnt(style, conversation(USES_TOOLS, tools=TOOLS))
@@ -241,7 +256,8 @@ def test_a_template_that_leaves_tools_out_is_refused(name: str) -> None:
     ],
 )
 @pytest.mark.parametrize("end", ["{% endgeneration %}", "{%- endgeneration -%}", "{%+ endgeneration %}"])
-def test_marks_are_known_in_any_spelling(mark: str, end: str) -> None:
+def test_row_24_marks_are_known_in_any_spelling(mark: str, end: str) -> None:
+    """Whatever white space and trimming stand in the tags (pitfall 24)."""
     text = "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}" + mark + "{{ m.content }}<|im_end|>" + end
     text = "{% for m in messages %}" + text + "{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
     assert learnt(Style(text, templates.IM), conversation(PLAIN)) == together("<|im_end|>")

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from speculators.errors import DataError, VerifierError
 from speculators.extract.conversations import Conversation, parse_row
@@ -69,7 +69,7 @@ FOUR = ("What is it?", "The quick fox.", "And then? 🦊 ü", "It jumps\n\nover 
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_spans_are_the_answers_and_their_ends(name: str) -> None:
+def test_row_24_spans_are_the_answers_and_their_ends(name: str) -> None:
     """Spans of the verifier's words are found, or it is an error (pitfall 24)."""
     template, end, last_end = TEMPLATES[name]
     tokenizer = chat(template)
@@ -83,7 +83,7 @@ def test_spans_are_the_answers_and_their_ends(name: str) -> None:
 
 
 @pytest.mark.parametrize("tag", TAGS)
-def test_generation_marks_are_used_in_every_spelling(tag: str) -> None:
+def test_row_24_generation_marks_are_used_in_every_spelling(tag: str) -> None:
     """Spans of the verifier's words are found, or it is an error (pitfall 24)."""
     template = CHAT_TEMPLATE.replace(
         "{{ message['content'] }}<|im_end|>\n",
@@ -105,11 +105,32 @@ def test_an_answer_may_read_like_the_markup(name: str, answer: str) -> None:
     assert spans(tokenizer.tokenizer, ids, mask) == [answer + END] * 2
 
 
-def test_generation_marks_that_mark_nothing_are_an_error() -> None:
+def test_row_24_generation_marks_that_mark_nothing_are_an_error() -> None:
     """Spans of the verifier's words are found, or it is an error (pitfall 24)."""
     tokenizer = chat(CHAT_TEMPLATE + "{% generation %}{% endgeneration %}")
     with pytest.raises(DataError, match=r"data\.jsonl:5: .*0 spans for 2 assistant messages"):
         tokenizer.encode(row(*FOUR))
+
+
+def test_row_24_generation_marks_that_leave_out_an_answer_are_an_error() -> None:
+    """The template marks the last message alone; the first answer would never be learnt (pitfall 24)."""
+    marked = "{% if loop.last %}{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}{% else %}"
+    tokenizer = chat(
+        CHAT_TEMPLATE.replace(
+            "{{ message['content'] }}<|im_end|>\n", marked + "{{ message.content }}<|im_end|>\n{% endif %}"
+        )
+    )
+    assert spans(tokenizer.tokenizer, *tokenizer.encode(row(*FOUR[:2]))) == [FOUR[1] + END]
+    with pytest.raises(DataError, match=r"data\.jsonl:5: .*1 spans for 2 assistant messages"):
+        tokenizer.encode(row(*FOUR))
+
+
+def test_row_24_a_tokenizer_that_gives_no_offsets_is_refused() -> None:
+    """One in Python, of bytes: nobody could tell which of its tokens an answer is (pitfall 24)."""
+    tokenizer = ByT5Tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    with pytest.raises(VerifierError, match=r"tokenizer of 'bytes' \(ByT5Tokenizer\) gives no offsets; expected one"):
+        ChatTokenizer(tokenizer, name="bytes")
 
 
 def test_an_answer_cut_at_its_limit_has_no_end_of_turn_to_learn() -> None:
@@ -125,7 +146,7 @@ def test_an_empty_answer_is_its_end_of_turn() -> None:
     assert spans(tokenizer.tokenizer, ids, mask) == [END]
 
 
-def test_the_last_turn_alone() -> None:
+def test_row_24_the_last_turn_alone() -> None:
     """Spans of the verifier's words are found, or it is an error (pitfall 24)."""
     tokenizer = chat(turns="last")
     ids, mask = tokenizer.encode(row(*FOUR, finish_reasons=["stop", "length"]))
@@ -138,7 +159,7 @@ def test_a_prompt_alone_teaches_nothing() -> None:
     assert not any(mask)
 
 
-def test_a_template_that_rewrites_history_is_refused_but_for_the_last_turn() -> None:
+def test_row_24_a_template_that_rewrites_history_is_refused_but_for_the_last_turn() -> None:
     """Spans of the verifier's words are found, or it is an error (pitfall 24)."""
     template = CHAT_TEMPLATE.replace(
         "{{ message['content'] }}",
@@ -157,7 +178,7 @@ def test_a_template_that_refuses_a_row_names_it() -> None:
         chat(template).encode(row(*FOUR))
 
 
-def test_tools_are_rendered_and_calls_learnt() -> None:
+def test_row_26_tools_are_rendered_and_calls_learnt() -> None:
     """Tools and options reach the template (pitfall 26)."""
     template = "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}" + CHAT_TEMPLATE.replace(
         "{{ message['content'] }}",
@@ -188,7 +209,7 @@ def test_prompts_are_what_a_server_feeds() -> None:
     assert tokenizer.tokenizer.decode(ids) == f"{START}user\nWhat is it?{END}\n{START}assistant\n"
 
 
-def test_template_options_reach_the_template_and_the_hash() -> None:
+def test_row_26_template_options_reach_the_template_and_the_hash() -> None:
     """Tools and options reach the template (pitfall 26)."""
     template = "{% if shout %}!{% endif %}" + CHAT_TEMPLATE
     plain, loud = chat(template), chat(template, template_options={"shout": True})

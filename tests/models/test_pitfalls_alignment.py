@@ -1,6 +1,6 @@
-"""Faults 14 to 23 of `tests.models.pitfalls`, on every family: which token a prediction is about, what it may see."""
+"""Faults 14 to 23 and 28 of `tests.models.pitfalls`, on every family: what a prediction is about, sees and counts."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from tests.models.pitfalls import (
     draft_of,
     every_family,
     objective_of,
+    whole_vocabulary,
 )
 
 
@@ -311,3 +312,31 @@ def test_row_23_a_batch_that_teaches_nothing_is_a_zero(family: str, masks: list[
     assert not any(gradient.any() for gradient in gradients(speculator.draft).values())
     assert {name: tuple(count) for name, count in output.metrics.items() if tuple(count) != (0, 0)} == {}
     assert objective.acceptance_length(output.metrics) == 1.0
+
+
+@every_family
+def test_row_28_a_token_without_supervision_is_no_mismatch(family: str) -> None:
+    """A draft that is right everywhere has an acceptance of 1 at every step, whatever the mask leaves out (pitfall 28).
+
+    Draft, verifier and data all say token 0. What stands on or beyond a hole is not counted, neither as right nor as
+    wrong.
+    """
+    speculator = draft_of(family, **whole_vocabulary(family))
+    with torch.no_grad():
+        for name, parameter in speculator.draft.named_parameters():
+            parameter.fill_(float("norm" in name or "embed" in name))
+            if name.endswith("lm_head.weight"):
+                parameter[0] = 1.0
+    head = verifier_head()
+    head = replace(head, head=replace(head.head, weight=torch.zeros_like(head.head.weight)))
+
+    def counts(first: list[int]) -> dict[str, tuple[float, float]]:
+        batch = packed(speculator, [first, [0] * 3 + [1] * 9], 24)
+        batch.input_ids.zero_()
+        metrics = objective_of(family).step(speculator.draft, batch, head).metrics
+        return {name: tuple(count) for name, count in metrics.items() if name.startswith(("full_acc_", "cond_acc_"))}
+
+    whole, with_a_hole = counts([1] * 24), counts([1] * 11 + [0] + [1] * 12)
+    assert whole.keys() == with_a_hole.keys() != set()
+    for name, (right, counted) in with_a_hole.items():
+        assert 0 < right == counted < whole[name][1] == whole[name][0], name

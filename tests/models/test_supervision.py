@@ -55,7 +55,7 @@ def test_positions_are_unrolled_as_far_as_they_count() -> None:
     assert (totals.tolist(), sizes) == ([8, 202, 201], [3, 2, 1])
 
 
-def test_acceptance_counts_by_hand() -> None:
+def test_row_28_acceptance_counts_by_hand() -> None:
     """Pitfall 28: acceptance is that of prefixes, and a position that is not scored is no mismatch."""
     counted = torch.tensor([[1, 1, 1, 0, 1], [1, 1, 0, 1, 1]], dtype=torch.bool)
     hits = torch.tensor([True, False, True, True, True, True, True, False])

@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from speculators.train.config import TrainConfig
+from speculators.train.config import ComputeDtype, OptimizerName, Strategy, TrainConfig
 from speculators.train.loop import TrainingRun
 from speculators.train.metrics import read_metrics
 from speculators.train.signals import Stopped
@@ -48,8 +48,8 @@ class Job:
 
     out: str
     family: str = "eagle3"
-    strategy: str = "auto"
-    optimizer: str = "adamw"
+    strategy: Strategy = "auto"
+    optimizer: OptimizerName = "adamw"
     accumulation: int = 1
     max_steps: int = 20
     stop_step: int | None = None
@@ -57,6 +57,7 @@ class Job:
     ema_decay: float | None = None
     held_out: Sequence[int] = ()
     measure_every: int = 1000
+    compute_dtype: ComputeDtype = "float32"
 
     @property
     def directory(self) -> Path:
@@ -78,22 +79,36 @@ def do(job: Job, verifier: Path) -> None:
         optimizer=job.optimizer,
         strategy=job.strategy,
         learning_rate=1e-3,
-        compute_dtype="float32",
+        compute_dtype=job.compute_dtype,
         measure_every=job.measure_every,
         ema_decay=job.ema_decay,
     )
     if job.stop_step is not None and int(os.environ.get("RANK", "0")) == job.stop_rank:
         task.objective = stop_at(job.stop_step, signal.SIGTERM, task.objective, job.accumulation)
     run = TrainingRun(task, config, job.directory, False)
+    held: set[tuple[str, int, int]] = set()
+    for optimizer in run.optimizers.values():
+        optimizer.register_step_post_hook(lambda *_: held.update(rows_held(run.trainee.module)))
     code = 0
     try:
         run.go()
     except Stopped as stopped:
         code = int(stopped.code or 0)
+    held.update(rows_held(run.trainee.module))
+    found = {"code": code, "rows": run.workers.gather(sorted(held))}
     if run.workers.leads:
-        split = all(isinstance(parameter, DTensor) for parameter in run.parameters.values())
-        (job.directory / "end.json").write_text(json.dumps({"is_dtensor": split, "code": code}), encoding="utf-8")
+        found["is_dtensor"] = all(isinstance(parameter, DTensor) for parameter in run.trainee.module.parameters())
+        (job.directory / "end.json").write_text(json.dumps(found), encoding="utf-8")
     run.workers.wait()
+
+
+def rows_held(module: nn.Module) -> set[tuple[str, int, int]]:
+    """Of every parameter, as it lies between two passes: its name, this process's rows, and all rows."""
+    parts = {
+        name: parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        for name, parameter in module.named_parameters()
+    }
+    return {(name, len(parts[name]), len(parameter)) for name, parameter in module.named_parameters()}
 
 
 def start(jobs: Sequence[Job], world_size: int, verifier: Path, scratch: Path) -> None:
@@ -162,7 +177,7 @@ def equivalence(verifier: Path, scratch: Path) -> list[dict[str, Any]]:
             "world": 2,
             **difference(job, alone[case[0], case[2]]),
             "bound": BOUNDS[case[2]],
-            "is_dtensor": end(job)["is_dtensor"],
+            **end(job),
         }
         for case, job in shared.items()
     ]
@@ -195,32 +210,61 @@ def judgements(verifier: Path, scratch: Path) -> list[dict[str, Any]]:
     return found
 
 
+# Name, strategy, type of the products, processes before the signal and after.
+RESUMED: tuple[tuple[str, Strategy, ComputeDtype, int, int], ...] = (
+    ("one process", "auto", "float32", 1, 1),
+    ("two processes", "ddp", "float32", 2, 2),
+    ("two, then one", "ddp", "float32", 2, 1),
+    ("two processes, split", "fsdp2", "float32", 2, 2),
+    ("two processes, split, bfloat16", "fsdp2", "bfloat16", 2, 2),
+    ("split, then one", "fsdp2", "float32", 2, 1),
+    ("one, then split", "fsdp2", "float32", 1, 2),
+)
+
+
 def resumption(verifier: Path, scratch: Path) -> list[dict[str, Any]]:
     """Three steps, a signal, and three more against six, where each part is done by so many processes."""
-    found = []
-    for name, strategy, before, after in (
-        ("one process", "auto", 1, 1),
-        ("two processes", "ddp", 2, 2),
-        ("two processes, split", "fsdp2", 2, 2),
-        ("two, then one", "fsdp2", 2, 1),
-    ):
+    found = {}
+    for name, strategy, dtype, before, after in RESUMED:
         folder = scratch / name.replace(" ", "-").replace(",", "")
         straight = Job(str(folder / "straight"), strategy=strategy, max_steps=6, accumulation=2 // before)
+        straight = replace(straight, compute_dtype=dtype)
         stopped = replace(straight, out=str(folder / "stopped"), stop_step=3, stop_rank=before - 1)
-        resumed = replace(straight, out=stopped.out, accumulation=2 // after)
-        start([straight, stopped], before, verifier, scratch)
-        code, kept = end(stopped)["code"], sorted(path.name for path in (folder / "stopped/checkpoints").glob("step-*"))
-        start([resumed], after, verifier, scratch)
-        found.append(
-            {
-                "case": name,
-                "world": [before, after],
-                "exit_code": code,
-                "checkpoint": kept,
-                **difference(resumed, straight),
-            }
+        found[name] = before, after, straight, stopped, replace(straight, out=stopped.out, accumulation=2 // after)
+    for size in (1, 2):
+        start(
+            [job for before, _, *jobs, _ in found.values() if before == size for job in jobs], size, verifier, scratch
         )
-    return found
+    between = {name: left_behind(stopped) for name, (_, _, _, stopped, _) in found.items()}
+    for size in (1, 2):
+        start([resumed for _, after, _, _, resumed in found.values() if after == size], size, verifier, scratch)
+    return [
+        {
+            "case": name,
+            "world": [before, after],
+            **between[name],
+            "lr": [line["lr"] for line in logged(resumed)],
+            **difference(resumed, straight),
+            "is_dtensor": end(resumed)["is_dtensor"],
+        }
+        for name, (before, after, straight, _, resumed) in found.items()
+    ]
+
+
+def left_behind(stopped: Job) -> dict[str, Any]:
+    """How a run ended that was told to stop: its exit code, its checkpoints and their files, and what AdamW had done.
+
+    `updates` are the counts of updates that its states hold, `least_moment` the least of their largest first moments.
+    """
+    folders = sorted((stopped.directory / "checkpoints").glob("step-*"))
+    states = torch.load(folders[-1] / "optimizer.pt", weights_only=True)["adamw"]["state"].values()
+    return {
+        "exit_code": end(stopped)["code"],
+        "checkpoint": [path.name for path in folders],
+        "files": sorted(path.name for path in folders[-1].iterdir()),
+        "updates": sorted({int(state["step"]) for state in states}),
+        "least_moment": min(float(state["exp_avg"].abs().max()) for state in states),
+    }
 
 
 def main() -> None:

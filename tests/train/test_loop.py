@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from speculators.errors import TrainingError
 from speculators.models import FAMILIES
 from speculators.models.draft_model import DraftModel, PackedBatch, StepOutput
+from speculators.models.family import Count
 from speculators.train.config import TrainConfig
 from speculators.train.dataset import Rows
 from speculators.train.loop import compute_dtype, train
@@ -128,7 +130,7 @@ def test_bfloat16_compute_rounds_but_learns_the_same(tiny_verifier: Path, tmp_pa
     assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=0.02)
 
 
-def test_validation_and_measurement_choose_the_checkpoint(tiny_verifier: Path, tmp_path: Path) -> None:
+def test_row_28_validation_and_measurement_choose_the_checkpoint(tiny_verifier: Path, tmp_path: Path) -> None:
     """Acceptance is that of prefixes, and chooses the checkpoint (pitfall 28)."""
     measured = iter([1.5, 2.5, 2.0])
     drafts: list[dict[str, torch.Tensor]] = []
@@ -153,6 +155,36 @@ def test_validation_and_measurement_choose_the_checkpoint(tiny_verifier: Path, t
     assert (best / "best-acceptance").resolve().name == f"step-{found[1]['step']}"
     by_loss = min(found, key=lambda line: (line["validation_loss"], -line["step"]))
     assert (best / "best-loss").resolve().name == f"step-{by_loss['step']}"
+    assert by_loss["step"] != result.chosen.step
+
+
+def test_row_28_simulated_acceptance_chooses_the_checkpoint_where_nothing_is_decoded(
+    tiny_verifier: Path, tmp_path: Path
+) -> None:
+    """The held-out loss falls to the end, the acceptance of prefixes is best in the middle (pitfall 28)."""
+    judged = iter([(3.0, (6, 3, 1)), (2.0, (9, 7, 5)), (1.0, (8, 6, 2))])
+
+    class Judged(FAMILIES["eagle3"].objective):
+        def step(self, draft: Any, batch: PackedBatch, verifier_head: Any) -> StepOutput:
+            output = super().step(draft, batch, verifier_head)
+            if not draft.training:
+                loss, right = next(judged)
+                output.metrics = {"loss": Count(10 * loss, 10)}
+                output.metrics |= {f"full_acc_{step}": Count(number, 10) for step, number in enumerate(right)}
+            return output
+
+    layers = make_task(tiny_verifier).draft.config.aux_layer_ids
+    task = make_task(tiny_verifier, validation=make_samples(load(tiny_verifier), (18, 25), layers, seed=8))
+    task.objective = Judged()
+    result = train(task, config(measure_every=None, keep_last=3), tmp_path)
+    found = [line for line in lines(tmp_path) if "validation_loss" in line]
+    assert [line["validation_loss"] for line in found] == [3.0, 2.0, 1.0]
+    lengths = [line["validation_acceptance_length"] for line in found]
+    assert lengths == pytest.approx([1 + 0.6 + 0.3 + 0.1, 1 + 0.9 + 0.7 + 0.5, 1 + 0.8 + 0.6 + 0.2])
+    assert result.chosen.step == found[1]["step"]
+    assert (tmp_path / "checkpoints" / "best-loss").resolve().name == f"step-{found[2]['step']}"
+    chosen = load_file(result.chosen.path / "parameters.safetensors")
+    assert_same_bits(weights(task.draft), chosen)
 
 
 def test_measuring_does_not_change_what_is_learnt(tiny_verifier: Path, tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from speculators.formats.verifier_weights import load_verifier_weights
 from speculators.models.family import VerifierShape
 from speculators.models.mtp.draft import MtpDraft
 from speculators.models.mtp.native import from_native, to_native
-from speculators.models.mtp.stitch import stitch
 from speculators.models.speculator import Speculator
 from speculators.train.metrics import read_metrics
 from speculators.train.recipe import EvaluateConfig, Recipe
@@ -107,7 +106,7 @@ def test_training_needs_none_of_the_verifiers_layers(tuned: Run, verifier: Parts
 def test_the_block_goes_back_under_the_names_that_engines_read(tuned: Run, verifier: Parts, tmp_path: Path) -> None:
     """Every other tensor and file stays as it is (pitfall 37)."""
     speculator = Speculator.from_pretrained(tuned.outputs.speculator)
-    stitch(speculator, verifier[0], tmp_path / "stitched")
+    speculator.draft.stitch(verifier[0], tmp_path / "stitched")
     before, after = (
         {name: tensor for file in (ENDS, LAYERS, BLOCK) for name, tensor in load_file(folder / file).items()}
         for folder in (verifier[0], tmp_path / "stitched")
@@ -125,7 +124,7 @@ def test_the_block_goes_back_under_the_names_that_engines_read(tuned: Run, verif
     assert not (tmp_path / "stitched" / BLOCK).samefile(verifier[0] / BLOCK)
     assert read_headers(tmp_path / "stitched").keys() == before.keys()
     with pytest.raises(FormatError, match="is there already; give a new folder"):
-        stitch(speculator, verifier[0], tmp_path / "stitched")
+        speculator.draft.stitch(verifier[0], tmp_path / "stitched")
 
 
 def test_what_is_missing_is_named(verifier: Parts, tuned: Run, tiny_verifier: Path, tmp_path: Path) -> None:
@@ -135,7 +134,7 @@ def test_what_is_missing_is_named(verifier: Parts, tuned: Run, tiny_verifier: Pa
     index["weight_map"] = {name: file for name, file in index["weight_map"].items() if file != BLOCK}
     (tmp_path / "without" / INDEX).write_text(json.dumps(index), encoding="utf-8")
     with pytest.raises(FormatError, match="has no MTP block to replace"):
-        stitch(speculator, tmp_path / "without", tmp_path / "stitched")
+        speculator.draft.stitch(tmp_path / "without", tmp_path / "stitched")
     shutil.copytree(verifier[0], tmp_path / "verifier")
     (tmp_path / "verifier" / ENDS).unlink()
     message = rf"{ENDS}, which has model\.embed_tokens\.weight, is missing; fetch it"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -15,26 +16,24 @@ from speculators.formats.files import flush, flush_folder
 from speculators.formats.mtp_names import find_layout
 from speculators.models.mtp.config import MtpConfig
 from speculators.models.mtp.native import to_native
-from speculators.models.speculator import Speculator
 
 
-def stitch(speculator: Speculator, verifier: Path, directory: Path) -> None:
-    """Write a copy of a verifier's local checkpoint whose MTP block is the speculator's.
+def stitch(config: MtpConfig, tensors: Mapping[str, Tensor], verifier: Path, directory: Path) -> None:
+    """Write a copy of a verifier's local checkpoint whose MTP block is that of a draft's `tensors`, by our names.
 
     Files that hold nothing of the block are hard links where that can be, else copies; in the others the block's
     values are replaced, in the dtype that they had. FormatError where `directory` exists, where the verifier has no
     such block, or one of other shapes or of quantised weights.
     """
-    config = speculator.config
-    if not isinstance(config, MtpConfig):
-        raise FormatError(f"a {config.speculators_model_type} draft is no block of its verifier; expected an MTP draft")
     if directory.exists():
         raise FormatError(f"{directory} is there already; give a new folder")
     headers = read_headers(verifier)
     layout = find_layout(headers, config.transformer_layer_config.num_hidden_layers)
     if layout is None:
         raise FormatError(f"{verifier} has no MTP block to replace; expected the verifier that the draft was made for")
-    origins, own = layout.origins(headers), _own_tensors(speculator)
+    required = {name for name, spec in config.expected_tensors().items() if spec.required}
+    own = {name: tensor.detach().cpu() for name, tensor in tensors.items() if name in required}
+    origins = layout.origins(headers)
     if origins.keys() != own.keys():
         others = ", ".join(sorted(origins.keys() ^ own.keys())[:5])
         raise FormatError(f"{verifier} and the draft disagree about {others}; expected the draft's own verifier")
@@ -52,11 +51,6 @@ def stitch(speculator: Speculator, verifier: Path, directory: Path) -> None:
         flush(staging / file_name)
     staging.rename(directory)
     flush_folder(directory.parent)
-
-
-def _own_tensors(speculator: Speculator) -> dict[str, Tensor]:
-    required = {name for name, spec in speculator.config.expected_tensors().items() if spec.required}
-    return {name: tensor.detach().cpu() for name, tensor in speculator.draft.state_dict().items() if name in required}
 
 
 def _require_alike(native: dict[str, Tensor], headers: dict[str, TensorHeader], verifier: Path) -> None:

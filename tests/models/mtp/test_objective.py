@@ -114,7 +114,7 @@ def test_knobs() -> None:
         MtpObjective(step_weights=[1.0])
 
 
-def test_acceptance_is_counted_position_by_position() -> None:
+def test_row_28_acceptance_is_counted_position_by_position() -> None:
     """The head says token 3 or token 5, by the sign of one direction, and the data hold nothing else (pitfall 28)."""
     speculator, batch = random_speculator("mtp"), pack([[1] * 24], row=24)
     batch.input_ids = torch.where(batch.input_ids > 15, 3, 5)

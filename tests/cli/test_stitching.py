@@ -1,0 +1,88 @@
+"""stitch: what it writes, and what it refuses with which exit code."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from speculators.formats.checkpoint import INDEX
+from speculators.formats.mtp_names import mimo_layout
+from speculators.models.mtp.native import to_native
+from tests.cli.test_directories import run
+from tests.models.drafts import random_speculator
+from tests.models.mtp.test_block import speculator_of
+
+LAYERS, BLOCK = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
+    """A directory with an MTP draft for MiMo, and its block's tensors under the verifier's names."""
+    speculator, folder = speculator_of("mimo"), tmp_path_factory.mktemp("trained") / "mtp"
+    speculator.save_pretrained(folder)
+    ours = {
+        name: tensor.detach().bfloat16()
+        for name, tensor in speculator.draft.state_dict().items()
+        if name.startswith("mtp_layers.")
+    }
+    return folder, to_native(mimo_layout().native_origins(ours, 0), ours)
+
+
+@pytest.fixture
+def verifier(trained: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> Path:
+    """Its verifier in bfloat16 and two files, whose block is of zeros beside one tensor of its last layer."""
+    folder = tmp_path / "verifier"
+    folder.mkdir()
+    parts = {
+        LAYERS: {"model.layers.0.mlp.up_proj.weight": torch.ones(4, 4).bfloat16()},
+        BLOCK: {name: torch.zeros_like(tensor) for name, tensor in trained[1].items()}
+        | {"model.layers.3.mlp.up_proj.weight": torch.full((4, 4), 3.0).bfloat16()},
+    }
+    for file, tensors in parts.items():
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    weight_map = {name: file for file, tensors in parts.items() for name in tensors}
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}), encoding="utf-8")
+    (folder / "config.json").write_text('{"model_type": "mimo"}', encoding="utf-8")
+    return folder
+
+
+def test_the_block_is_put_into_a_copy_of_the_verifier(
+    trained: tuple[Path, dict[str, Tensor]], verifier: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, out = (verifier / BLOCK).read_bytes(), tmp_path / "deep" / "stitched"
+    assert run("stitch", trained[0], verifier, out) == 0
+    assert capsys.readouterr().out == f"{out}: {verifier} with the block of {trained[0]}\n"
+    assert sorted(path.name for path in out.iterdir()) == sorted(path.name for path in verifier.iterdir())
+    written = load_file(out / BLOCK)
+    kept = written.pop("model.layers.3.mlp.up_proj.weight")
+    assert torch.equal(kept, torch.full((4, 4), 3.0).bfloat16())
+    assert written.keys() == trained[1].keys()
+    for name, tensor in trained[1].items():
+        assert written[name].dtype is torch.bfloat16
+        assert torch.equal(written[name], tensor), name
+    assert (out / LAYERS).samefile(verifier / LAYERS)
+    assert (verifier / BLOCK).read_bytes() == before
+
+
+def test_what_cannot_be_stitched_is_1_and_leaves_nothing(
+    trained: tuple[Path, dict[str, Tensor]], verifier: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other, out = tmp_path / "eagle3", tmp_path / "out"
+    random_speculator("eagle3").save_pretrained(other)
+    (tmp_path / "empty").mkdir()
+    for arguments, message in (
+        ((other, verifier, out), "verifiers have no eagle3 draft of their own that this one could replace; expected"),
+        ((trained[0], other, out), f"{other} has no MTP block to replace; expected the verifier"),
+        ((trained[0], tmp_path / "empty", out), "empty"),
+        ((tmp_path / "empty", verifier, out), "config.json is missing"),
+        ((trained[0], verifier, other), f"{other} is there already; give a new folder"),
+    ):
+        assert run("stitch", *arguments) == 1
+        error = capsys.readouterr().err
+        assert error.startswith("error: ")
+        assert message in error
+        assert not out.exists()
+    assert run("stitch", trained[0], verifier) == 2
