@@ -19,7 +19,7 @@ from speculators.models.heads import Head
 
 # Columns that a program handles at a time.
 MOST_COLUMNS = 4096
-WARPS = 8
+WARPS = 16
 # Stands for the logits beyond the vocabulary: finite, since the difference of two infinities is no number.
 LOWEST = tl.constexpr(-3.0e38)
 
@@ -244,4 +244,8 @@ def _row_arguments(product_RD: Tensor, head: Head) -> tuple[Tensor, int, int, fl
 
 
 def _launch(product_RD: Tensor) -> dict[str, int]:
-    return {"BLOCK": min(MOST_COLUMNS, triton.next_power_of_2(product_RD.shape[1])), "num_warps": WARPS}
+    return {
+        "BLOCK": min(MOST_COLUMNS, triton.next_power_of_2(product_RD.shape[1])),
+        "num_warps": WARPS,
+        "enable_fp_fusion": True,
+    }
