@@ -47,8 +47,9 @@ class TokenLoss:
 
     Where the draft's head is frozen, the gradient by the hidden states is all that the backward pass needs: it is made
     together with the loss, while a chunk's logits exist. Where the head's weight requires a gradient, the backward pass
-    makes each chunk's logits again. `choice` says what makes them: Triton has kernels for `kl_div` alone, and for `ce`
-    alone where no total variation is asked for; torch's operations make all others. UsageError for an unknown term, a
+    makes each chunk's logits again. `choice`, one for all losses of a run, says what makes them (None: torch): Triton
+    has kernels for `kl_div` alone, and for `ce` alone where no total variation is asked for; torch's operations make
+    all others. UsageError for an unknown term, a
     weight that is not positive, or kernels asked for a loss that has none.
     """
 
@@ -71,7 +72,7 @@ class TokenLoss:
         self.chunk_rows = chunk_rows
         self.with_total_variation = with_total_variation
         self.with_cross_entropy = with_cross_entropy
-        self.choice = LossChoice() if choice is None else choice
+        self.choice = LossChoice("torch") if choice is None else choice
         # What a loss is called that has code of its own, both here and in Triton.
         alone = next(iter(weights)) if list(weights.values()) == [1.0] else None
         self.fused = alone if alone == "kl_div" or (alone == "ce" and not with_total_variation) else None
@@ -114,11 +115,11 @@ def data_cross_entropy(
     """-log q of the data's tokens, and the head's likeliest token: float [N], differentiable, and int64 [N].
 
     `labels_N` int64 are ids of the head's vocabulary; leave out rows without one. `chunk_rows` rows have logits at a
-    time, and `choice` says what makes the losses of them, torch or Triton. Gradients flow to the hidden states and to
+    time, and `choice` says what makes the losses of them, torch (None) or Triton. Gradients flow to the hidden states and to
     the head's weight. UsageError for a label outside the vocabulary.
     """
     labels = _Labels(labels_N, head.weight.shape[0], chunk_rows)
-    loss_N, found = chunked_loss(hidden_NH, head, labels, LossChoice() if choice is None else choice)
+    loss_N, found = chunked_loss(hidden_NH, head, labels, LossChoice("torch") if choice is None else choice)
     return loss_N, found["draft_argmax"]
 
 
