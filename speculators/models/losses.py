@@ -49,8 +49,7 @@ class TokenLoss:
     together with the loss, while a chunk's logits exist. Where the head's weight requires a gradient, the backward pass
     makes each chunk's logits again. `choice`, one for all losses of a run, says what makes them (None: torch): Triton
     has kernels for `kl_div` alone, and for `ce` alone where no total variation is asked for; torch's operations make
-    all others. UsageError for an unknown term, a
-    weight that is not positive, or kernels asked for a loss that has none.
+    all others. UsageError for an unknown term, a weight that is not positive, or kernels asked for that do not exist.
     """
 
     def __init__(
@@ -115,8 +114,8 @@ def data_cross_entropy(
     """-log q of the data's tokens, and the head's likeliest token: float [N], differentiable, and int64 [N].
 
     `labels_N` int64 are ids of the head's vocabulary; leave out rows without one. `chunk_rows` rows have logits at a
-    time, and `choice` says what makes the losses of them, torch (None) or Triton. Gradients flow to the hidden states and to
-    the head's weight. UsageError for a label outside the vocabulary.
+    time, and `choice` says what makes the losses of them, torch (None) or Triton. Gradients flow to the hidden states
+    and to the head's weight. UsageError for a label outside the vocabulary.
     """
     labels = _Labels(labels_N, head.weight.shape[0], chunk_rows)
     loss_N, found = chunked_loss(hidden_NH, head, labels, LossChoice("torch") if choice is None else choice)

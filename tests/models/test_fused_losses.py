@@ -360,6 +360,8 @@ def test_nothing_is_measured_where_there_is_no_choice() -> None:
     assert not LossChoice("auto", never).is_fused(replace(gpu, dtype=torch.float64), never)
     assert not LossChoice("torch", never).is_fused(gpu, never)
     assert LossChoice("triton", never).is_fused(gpu, never)
+    # Without a choice to remember it, a measurement would be made at every call.
+    assert TokenLoss({"kl_div": 1.0}).choice.asked == "torch"
     hidden, weight, *_ = tensors(13)
     made = TokenLoss({"kl_div": 1.0}, choice=LossChoice("auto", never))
     made(hidden, Head(weight), hidden, Head(weight), torch.arange(8))
