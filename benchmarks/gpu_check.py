@@ -5,7 +5,9 @@
 On a tiny random verifier: hidden states, the loss and every gradient norm of one training step agree with the CPU's in
 float32; a draft trained on the device on a few answers drafts them well there; greedy float32 outputs with drafts equal
 those without, one request at a time and batched. In bfloat16 the same is reported, not required, since the width of a
-batch changes rounding. Exit code 1 where a required check fails.
+batch changes rounding. On a GPU, losses by Triton's kernels agree with those by torch in float32, and both are measured
+in bfloat16 over a large vocabulary: tokens a second, and peak memory above what states and heads take. Exit code 1
+where a required check fails.
 """
 
 import argparse
@@ -13,6 +15,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from speculators.extract.store import HiddenStatesStore
 from speculators.formats.verifier_weights import load_verifier_weights
 from speculators.models.eagle3.objective import Eagle3Objective
-from speculators.models.losses import VerifierHead
+from speculators.models.execution import LossKernel
+from speculators.models.loss_choice import LossChoice, gpu_milliseconds
+from speculators.models.losses import Head, TokenLoss, VerifierHead, data_cross_entropy
 from speculators.models.speculator import Speculator
 from speculators.runtime.llm import LLM
 from speculators.runtime.sampling import SamplingParams
@@ -34,6 +39,10 @@ from tests.vllm.tiny_speculator import train_tiny_speculator
 
 MAX_TOKENS = 48
 RELATIVE = 2e-3
+VOCABULARY, TOKENS, WIDTH = 150_000, 4096, 4096
+# A vocabulary that fills no block of a kernel, and so few rows that a chunk has one or two.
+SMALL = {"vocabulary": 5001, "tokens": 37, "width": 64}
+LOSSES = ("kl_div", "ce", "labels")
 
 
 def largest_difference(left: torch.Tensor, right: torch.Tensor) -> float:
@@ -88,12 +97,76 @@ def decoding(speculator: Path, verifier: Path, device: str, dtype: str, batch: i
     return {"dtype": dtype, "batch": batch, "identical": plain == drafted, "acceptance_length": stats.acceptance_length}
 
 
+class LossCase:
+    """Random states and frozen heads, and one loss of them with its gradient by the draft's states."""
+
+    def __init__(self, device: str, dtype: torch.dtype, *, vocabulary: int, tokens: int, width: int) -> None:
+        generator = torch.Generator(device).manual_seed(0)
+
+        def random(rows: int) -> torch.Tensor:
+            return torch.randn(rows, width, generator=generator, device=device, dtype=dtype)
+
+        self.hidden, self.teacher = random(tokens).requires_grad_(), random(tokens)
+        self.draft_head, self.teacher_head = (Head(random(vocabulary) / width**0.5) for _ in range(2))
+        self.rows = torch.arange(tokens, device=device)
+
+    def losses(self, name: str, choice: LossChoice, chunk_rows: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
+        """The losses [N] and their sum's gradient [N, H]; of "labels", those of a token a row."""
+        if name == "labels":
+            found, _ = data_cross_entropy(self.hidden, self.draft_head, self.rows, chunk_rows, choice)
+        else:
+            loss = TokenLoss({name: 1.0}, chunk_rows, with_total_variation=name == "kl_div", choice=choice)
+            found = loss(self.hidden, self.draft_head, self.teacher, self.teacher_head, self.rows).loss
+        return found.detach(), torch.autograd.grad(found.sum(), self.hidden)[0]
+
+
+def losses_differ_by(device: str) -> float:
+    case = LossCase(device, torch.float32, **SMALL)
+    pairs = [
+        zip(case.losses(name, LossChoice("triton"), 2), case.losses(name, LossChoice("torch"), 2), strict=True)
+        for name in LOSSES
+    ]
+    return max(largest_difference(found, expected) for pair in pairs for found, expected in pair)
+
+
+def loss_speed(case: LossCase, name: str, kernel: LossKernel) -> dict[str, Any]:
+    """One loss by one implementation: its speed, and its peak memory."""
+    choice = LossChoice(kernel)
+    case.losses(name, choice)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    case.losses(name, choice)
+    torch.cuda.synchronize()
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**20
+    milliseconds = gpu_milliseconds(lambda: case.losses(name, choice))
+    return {
+        "loss": name,
+        "kernel": kernel,
+        "tokens_per_second": round(1000 * len(case.rows) / milliseconds),
+        "peak_mib": round(peak, 1),
+    }
+
+
+def loss_speeds(device: str) -> dict[str, Any]:
+    """Both implementations of each loss at full size, and what "auto" takes there."""
+    case = LossCase(device, torch.bfloat16, vocabulary=VOCABULARY, tokens=TOKENS, width=WIDTH)
+    kernels: tuple[LossKernel, ...] = ("torch", "triton")
+    rows = [loss_speed(case, name, kernel) for name in LOSSES for kernel in kernels]
+    auto = LossChoice()
+    for name in LOSSES:
+        case.losses(name, auto)
+    measured = [{**asdict(one), "taken": one.faster} for one in auto.news()]
+    return {"vocabulary": VOCABULARY, "tokens": TOKENS, "width": WIDTH, "rows": rows, "auto": measured}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, default=Path("out/gpu_check.json"))
     args = parser.parse_args()
-    if args.device.startswith("cuda") and not torch.cuda.is_available():
+    on_gpu = args.device.startswith("cuda")
+    if on_gpu and not torch.cuda.is_available():
         parser.error("no CUDA device is available here")
     torch.backends.cuda.matmul.allow_tf32 = False
     with tempfile.TemporaryDirectory() as name:
@@ -114,8 +187,11 @@ def main() -> int:
         "outputs_identical": all(one["identical"] for one in exact),
         "drafts_accepted": all(one["acceptance_length"] > 2 for one in exact),
     }
-    device = torch.cuda.get_device_name() if args.device.startswith("cuda") else args.device
+    device = torch.cuda.get_device_name() if on_gpu else args.device
     report = {"device": device, "states": states, "step": step, "decoding": decoded, "checks": checks}
+    if on_gpu:
+        report["losses"] = {"difference": losses_differ_by(args.device), **loss_speeds(args.device)}
+        checks["losses_agree"] = report["losses"]["difference"] < RELATIVE
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(report, indent=2))

@@ -7,6 +7,8 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Triton reads this once, when it is imported: on a CPU, its kernels run in its interpreter.
+os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
 

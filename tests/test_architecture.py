@@ -18,7 +18,9 @@ VERBS = ("runtime", "convert", "extract", "train", "cli")
 # Places where a method or a producer has to be called by its name.
 FAMILY_TABLES = re.compile(r"speculators/(runtime/config|convert/(from|to)_\w+)\.py")
 # Packages whose absence is normal (extras), or whose import is slow and needed for one picture, kernel or kind of file.
-LATE_THIRD_PARTY = {"datasets", "gguf", "matplotlib", "pyarrow", "triton", "vllm"}
+LATE_THIRD_PARTY = {"datasets", "gguf", "matplotlib", "pyarrow", "vllm"}
+# Kernels are decorated as their module is read, so that this imports Triton: it is read when one is first run.
+KERNELS = "speculators/models/kernels/"
 # These directories are read without torch: the two functions that handle tensors import it themselves.
 TORCH_FREE = re.compile(
     r"speculators/formats/\w+\.py|speculators/models/(__init__|family)\.py|speculators/models/\w+/config\.py"
@@ -124,10 +126,25 @@ def test_late_imports_stand_only_where_they_are_meant_to() -> None:
         top = found.target.split(".")[0]
         if not found.late or found.source.startswith("speculators/cli"):
             continue
+        if found.target.startswith(module_name(KERNELS)):
+            continue
         if top in LATE_THIRD_PARTY or (top in ("torch", "safetensors") and TORCH_FREE.fullmatch(found.source)):
             continue
         wrong.append(f"{found.source}:{found.line} imports {found.target} inside a function")
     assert wrong == []
+
+
+def test_triton_is_imported_by_kernels_alone() -> None:
+    users = {found.source for found in imports() if found.target.split(".")[0] == "triton"}
+    assert users
+    assert all(path.startswith(KERNELS) for path in users)
+    wrong = [f"{found.source}:{found.line}" for found in imports() if imports_kernels_early(found)]
+    assert wrong == []
+
+
+def imports_kernels_early(found: Import) -> bool:
+    mine = found.target.startswith(module_name(KERNELS))
+    return mine and not found.late and not found.source.startswith(KERNELS)
 
 
 def test_modules_are_imported_by_name_only_in_the_two_tables() -> None:
@@ -227,9 +244,11 @@ def own_length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def takes_options_of_its_own(where: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Commands, whose parameters are flags, and `LLM`, whose parameters are vLLM's engine keywords."""
+    """Commands (their parameters are flags), `LLM` (vLLM's engine keywords) and kernels (pointers, strides, sizes)."""
     if where.startswith("speculators/cli/"):
         return not node.name.startswith("_")
+    if any(ast.unparse(decorator) == "triton.jit" for decorator in node.decorator_list):
+        return True
     return where.startswith("speculators/runtime/llm.py") and node.name == "__init__"
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,11 +16,12 @@ from torch.autograd.function import once_differentiable
 
 from speculators.errors import UsageError
 from speculators.models.heads import Head, argmax
+from speculators.models.loss_choice import LossChoice, LossKind
 
 
 @dataclass
 class RowLosses:
-    """Of one chunk: losses [R], their gradients by the logits [R, D] where wanted, and what else is reported, [R]."""
+    """Of one chunk: losses [R], their gradients [R, D] where wanted, and what else is reported, [R]."""
 
     loss_R: Tensor
     gradient_RD: Tensor | None
@@ -33,26 +34,55 @@ class Rows(ABC):
     index_R: Tensor
 
     @abstractmethod
-    def losses(self, logits_RD: Tensor, best_R: Tensor, differentiable: bool) -> RowLosses:
-        """Compare float32 logits, which may be overwritten; `best_R` is the index of the largest."""
+    def losses(self, head: Head, hidden_RH: Tensor, differentiable: bool) -> RowLosses:
+        """Compare the head's logits; gradients are those by scale * (hidden @ weightᵀ), in the dtype of hidden.
+
+        What is reported has `draft_argmax`, the index of the largest logit.
+        """
 
     @abstractmethod
-    def gradient(self, logits_RD: Tensor) -> Tensor:
+    def gradient(self, head: Head, hidden_RH: Tensor) -> Tensor:
+        """Those gradients alone."""
+
+
+class LogitRows(Rows):
+    """Rows that torch's operations compare, as logits in at least float32."""
+
+    def losses(self, head: Head, hidden_RH: Tensor, differentiable: bool) -> RowLosses:
+        logits_RD = head.logits(hidden_RH)
+        best_R = argmax(logits_RD)
+        made = self.compare(logits_RD, best_R, differentiable)
+        gradient = None if made.gradient_RD is None else head.product_gradient(made.gradient_RD, hidden_RH)
+        return replace(made, gradient_RD=gradient, found={"draft_argmax": best_R, **made.found})
+
+    def gradient(self, head: Head, hidden_RH: Tensor) -> Tensor:
+        return head.product_gradient(self.logit_gradient(head.logits(hidden_RH)), hidden_RH)
+
+    @abstractmethod
+    def compare(self, logits_RD: Tensor, best_R: Tensor, differentiable: bool) -> RowLosses:
+        """Losses of logits, which may be overwritten, and gradients by them; `best_R` is the index of the largest."""
+
+    @abstractmethod
+    def logit_gradient(self, logits_RD: Tensor) -> Tensor:
         """The losses' gradient by the logits alone; these may be overwritten."""
 
 
 class Comparison(ABC):
-    """What draft rows are compared with; `columns` names what it reports besides the losses, with (least) dtypes."""
+    """What draft rows are compared with; `columns` names what it reports besides the losses, with (least) dtypes.
+
+    `fused` is the name of the loss where there are Triton kernels for it, else None.
+    """
 
     columns: Mapping[str, torch.dtype]
+    fused: str | None
 
     @abstractmethod
     def __len__(self) -> int:
         """The number of draft rows."""
 
     @abstractmethod
-    def chunks(self, dtype: torch.dtype) -> Iterator[Rows]:
-        """Every draft row once, in any order; products run in `dtype`."""
+    def chunks(self, dtype: torch.dtype, fused: bool) -> Iterator[Rows]:
+        """Every draft row once, in any order; products run in `dtype`, and Triton compares where `fused`."""
 
 
 def even_bounds(size: int, most: int) -> list[int]:
@@ -64,14 +94,19 @@ def even_bounds(size: int, most: int) -> list[int]:
     return [part * size // parts for part in range(parts)] + [size]
 
 
-def chunked_loss(hidden_NH: Tensor, head: Head, comparison: Comparison) -> tuple[Tensor, dict[str, Tensor]]:
+def chunked_loss(
+    hidden_NH: Tensor, head: Head, comparison: Comparison, choice: LossChoice
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Losses [N], differentiable by hidden states and head; and `draft_argmax` beside the comparison's columns."""
     if hidden_NH.shape != (len(comparison), head.width):
         expected = f"[{len(comparison)}, {head.width}]"
         raise UsageError(f"hidden states {list(hidden_NH.shape)}; expected {expected}, rows and head's width")
     kind = hidden_NH.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_NH.dtype
-    call = _Call(head.detached(), comparison, dtype, torch.promote_types(dtype, torch.float32), {})
+    call = _Call(head.detached(), comparison, dtype)
+    if comparison.fused is not None and len(comparison):
+        what = LossKind(comparison.fused, hidden_NH.device, dtype, len(head.weight))
+        call.fused = choice.is_fused(what, lambda fused: _first_chunk(replace(call, fused=fused), hidden_NH))
     for name, column in {"draft_argmax": torch.int64, **comparison.columns}.items():
         column = torch.promote_types(column, call.loss_dtype) if column.is_floating_point else column
         call.found[name] = hidden_NH.new_empty(len(hidden_NH), dtype=column)
@@ -87,8 +122,27 @@ class _Call:
     head: Head
     comparison: Comparison
     dtype: torch.dtype
-    loss_dtype: torch.dtype
-    found: dict[str, Tensor]
+    fused: bool = False
+    found: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def loss_dtype(self) -> torch.dtype:
+        """Of losses and of what is reported with them."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    def chunks(self, hidden_NH: Tensor) -> Iterator[tuple[Rows, Tensor]]:
+        """Rows with their hidden states [R, H]."""
+        for rows in self.comparison.chunks(self.dtype, self.fused):
+            yield rows, hidden_NH.index_select(0, rows.index_R).to(self.dtype)
+
+
+@torch.no_grad()
+def _first_chunk(call: _Call, hidden_NH: Tensor) -> RowLosses:
+    """What the first chunk alone comes to, with gradients: a sample of the work."""
+    head = call.head.to(call.dtype)
+    with torch.autocast(hidden_NH.device.type, enabled=False):
+        rows, hidden_RH = next(call.chunks(hidden_NH))
+        return rows.losses(head, hidden_RH, True)
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -102,17 +156,15 @@ class _ChunkedLoss(torch.autograd.Function):
         loss_N = hidden_NH.new_empty(len(hidden_NH), dtype=call.loss_dtype)
         gradient_NH = torch.empty_like(hidden_NH) if at_once else None
         with torch.autocast(hidden_NH.device.type, enabled=False):
-            for rows in call.comparison.chunks(call.dtype):
-                hidden_RH = hidden_NH.index_select(0, rows.index_R).to(call.dtype)
-                logits_RD = head.logits(hidden_RH)
-                best_R = argmax(logits_RD)
-                losses = rows.losses(logits_RD, best_R, at_once)
+            for rows, hidden_RH in call.chunks(hidden_NH):
+                losses = rows.losses(head, hidden_RH, at_once)
                 loss_N[rows.index_R] = losses.loss_R
-                for name, value_R in {"draft_argmax": best_R, **losses.found}.items():
+                for name, value_R in losses.found.items():
                     call.found[name][rows.index_R] = value_R
                 if gradient_NH is not None and losses.gradient_RD is not None:
-                    product_RD = head.product_gradient(losses.gradient_RD, hidden_RH)
-                    gradient_NH[rows.index_R] = head.hidden_gradient(product_RD).to(gradient_NH.dtype)
+                    gradient_NH[rows.index_R] = head.hidden_gradient(losses.gradient_RD).to(gradient_NH.dtype)
+                # Its gradient would stand beside the logits of the next.
+                del losses
         ctx.call = None if gradient_NH is not None else call
         ctx.save_for_backward(*((hidden_NH, weight_DH, low_rank_DL) if gradient_NH is None else (gradient_NH,)))
         return loss_N
@@ -140,9 +192,8 @@ def _gradients(
         for (weight, columns), asked in zip(parts, needed[1:], strict=True)
     ]
     with torch.autocast(hidden_NH.device.type, enabled=False):
-        for rows in call.comparison.chunks(call.dtype):
-            hidden_RH = hidden_NH.index_select(0, rows.index_R).to(call.dtype)
-            product_RD = head.product_gradient(rows.gradient(head.logits(hidden_RH)), hidden_RH)
+        for rows, hidden_RH in call.chunks(hidden_NH):
+            product_RD = rows.gradient(head, hidden_RH)
             upstream_R1 = upstream_N[rows.index_R][:, None].to(call.dtype)
             if gradient_NH is not None:
                 gradient_RH = head.hidden_gradient(product_RD) * upstream_R1
@@ -151,6 +202,7 @@ def _gradients(
             for part in sums:
                 if part is not None:
                     part.add(product_RD, weighted_RH)
+            del product_RD
     weight, low_rank = (None if part is None else part.total() for part in sums)
     return gradient_NH, weight, low_rank
 

@@ -24,6 +24,7 @@ from speculators.models.cache import SlotCache
 from speculators.models.compiling import CompilablePart
 from speculators.models.execution import Execution
 from speculators.models.family import Count, by_position
+from speculators.models.loss_choice import LossChoice
 from speculators.models.losses import VerifierHead
 
 Made = TypeVar("Made")
@@ -155,6 +156,10 @@ class Objective(ABC):
         """The same objective for a draft that has learnt already, whose values `begin` then leaves as they are."""
         return self
 
+    def require_possible(self, execution: Execution) -> None:
+        """Raise UsageError where the losses cannot be made as `execution` says; those of the data's tokens can."""
+        return
+
     @abstractmethod
     def step(self, draft: nn.Module, batch: PackedBatch, verifier_head: VerifierHead) -> StepOutput:
         """Loss and counts of one batch.
@@ -187,11 +192,13 @@ class DraftModel(nn.Module, ABC):
         super().__init__()
         self.config = config
         self.execution = Execution()
+        self.loss_choice = LossChoice()
 
     def execute(self, execution: Execution) -> None:
         """Carry out every later training forward in this way; TrainingError where this machine cannot."""
         execution.require_possible(self.device)
         self.execution = execution
+        self.loss_choice = LossChoice(execution.losses)
         for module in self.modules():
             if hasattr(module, "compiles"):
                 cast(CompilablePart, module).compiles = execution.compile

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 AttentionKernel = Literal["auto", "blocks", "flex"]
+LossKernel = Literal["auto", "torch", "triton"]
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,14 @@ class Execution:
 
     With `gradient_checkpointing` a layer keeps its inputs alone and is run again in the backward. With `compile` the
     methods marked by `compiling.compilable` are compiled. `attention` is "blocks" (scores block by block, anywhere),
-    "flex" (one fused kernel, on a GPU), or "auto": flex on a GPU, else blocks.
+    "flex" (one fused kernel, on a GPU), or "auto": flex on a GPU, else blocks. `losses` is "torch" (its operations,
+    anywhere), "triton" (fused kernels, on a GPU), or "auto": what is measured to be faster on a GPU, else torch.
     """
 
     gradient_checkpointing: bool = False
     compile: bool = False
     attention: AttentionKernel = "auto"
+    losses: LossKernel = "auto"
 
     def require_possible(self, device: torch.device) -> None:
         """Raise TrainingError where `device` lacks what the choices need."""
@@ -40,6 +43,8 @@ class Execution:
             raise TrainingError(
                 f"attention 'flex' has no backward on {device.type!r}; train on a GPU, or set train.attention to 'auto'"
             )
+        if self.losses == "triton":
+            require_triton(device)
         if self.compile:
             require_compiler(device)
 
@@ -60,13 +65,29 @@ def require_compiler(device: torch.device, environment: Mapping[str, str] = os.e
     else:
         wanted = [environment["CC"]] if "CC" in environment else ["gcc", "clang"]
         kind, variable = "C", "CC"
-        if find_spec("triton") is None:
-            raise TrainingError(
-                f"train.compile on {device.type!r} needs Triton, which is not installed; install the package 'triton', "
-                "or set train.compile to false"
-            )
+        _require_package(f"train.compile on {device.type!r}", "train.compile to false")
     if not any(shutil.which(name, path=environment.get("PATH", os.defpath)) for name in wanted):
         raise TrainingError(
             f"train.compile on {device.type!r} needs a {kind} compiler, and {' or '.join(wanted)} is not on the PATH; "
             f"install it, let {variable} name another one, or set train.compile to false"
+        )
+
+
+def require_triton(device: torch.device, environment: Mapping[str, str] = os.environ) -> None:
+    """Raise TrainingError where Triton runs no kernel on `device`.
+
+    It does on a GPU; with TRITON_INTERPRET=1 it reads them line by line on a CPU, which is good for tests alone.
+    """
+    _require_package("losses 'triton'", "train.losses to 'auto'")
+    if device.type != "cuda" and environment.get("TRITON_INTERPRET") != "1":
+        raise TrainingError(
+            f"losses 'triton' have no kernels for {device.type!r}; train on a GPU, set train.losses to 'auto', or set "
+            "TRITON_INTERPRET=1 in the environment, which runs them slowly in Python"
+        )
+
+
+def _require_package(what: str, instead: str) -> None:
+    if find_spec("triton") is None:
+        raise TrainingError(
+            f"{what} needs Triton, which is not installed; install the package 'triton', or set {instead}"
         )

@@ -38,18 +38,31 @@ class Head:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., H] -> [..., vocabulary], in at least float32."""
-        size, shape = self.weight.shape[1], hidden.shape[:-1]
+        shape = hidden.shape[:-1]
         rows = shape.numel()
-        padded = with_padded_rows(hidden.reshape(rows, hidden.shape[-1]), _CHUNK_MULTIPLE)
-        main = padded if self.low_rank is None else padded[:, :size]
+        main, extra = self._parts(hidden.reshape(rows, hidden.shape[-1]))
         logits = F.linear(main, self.weight.to(hidden.dtype))[:rows]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.low_rank is not None:
-            logits += F.linear(padded[:, size:], self.low_rank.to(hidden.dtype))[:rows]
+            logits += F.linear(extra, self.low_rank.to(hidden.dtype))[:rows]
         logits = logits.reshape(*shape, logits.shape[-1])
         if self.scale != 1.0:
             logits = logits * self.scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+    def product(self, hidden_RH: Tensor) -> Tensor:
+        """hidden @ weightᵀ as it leaves the matrix product, [R, D] in hidden's dtype: neither scaled nor softcapped."""
+        main, extra = self._parts(hidden_RH)
+        product = F.linear(main, self.weight.to(hidden_RH.dtype))
+        if self.low_rank is not None:
+            product.addmm_(extra, self.low_rank.to(hidden_RH.dtype).T)
+        return product[: len(hidden_RH)]
+
+    def _parts(self, hidden_RH: Tensor) -> tuple[Tensor, Tensor]:
+        """What `weight` and `low_rank` are multiplied with, rows padded."""
+        size = self.weight.shape[1]
+        padded = with_padded_rows(hidden_RH, _CHUNK_MULTIPLE)
+        return padded[:, :size], padded[:, size:]
 
     def product_gradient(self, gradient_RD: Tensor, hidden_RH: Tensor) -> Tensor:
         """The gradient by scale * (hidden @ weightᵀ), given that by the logits (overwritten); in hidden's dtype."""

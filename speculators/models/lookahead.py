@@ -17,6 +17,7 @@ from torch import Tensor
 from speculators.models.draft_model import PackedBatch, StepOutput
 from speculators.models.family import Count
 from speculators.models.heads import Head, VerifierHead
+from speculators.models.loss_choice import LossChoice
 from speculators.models.losses import data_cross_entropy
 from speculators.models.supervision import acceptance_counts, step_metrics, supervised
 
@@ -53,6 +54,7 @@ class Lookahead:
         weights: Sequence[float],
         verifier_ids_D: Tensor | None,
         chunk_rows: int,
+        choice: LossChoice,
     ) -> StepOutput:
         """The loss is the sum over steps of weight_k * (sum of cross entropies) / N, N the tokens that step 0 predicts.
 
@@ -66,7 +68,7 @@ class Lookahead:
         for step, (hidden_RH, head, weight) in enumerate(zip(outputs, heads, weights, strict=True)):
             counted_R = self.counted_KR[step]
             labels, known = _draft_labels(self.token_ids_RP[counted_R, step + 1], verifier_ids_D)
-            loss_L, best_L = data_cross_entropy(hidden_RH[counted_R][known], head, labels[known], chunk_rows)
+            loss_L, best_L = data_cross_entropy(hidden_RH[counted_R][known], head, labels[known], chunk_rows, choice)
             total = total + weight * loss_L.sum()
             totals.append(float(loss_L.detach().sum()))
             sizes.append(len(loss_L))

@@ -7,7 +7,7 @@ never does. Shape suffixes: N draft rows, M verifier rows, R and S those of one 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import isfinite
 
@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from speculators.errors import UsageError
-from speculators.models.chunked_loss import Comparison, RowLosses, Rows, chunked_loss, even_bounds
+from speculators.models.chunked_loss import Comparison, LogitRows, RowLosses, Rows, chunked_loss, even_bounds
+from speculators.models.fused_rows import FusedLabelRows, FusedVerifier
 from speculators.models.heads import Head, VerifierHead, argmax
+from speculators.models.loss_choice import LossChoice
 from speculators.models.loss_terms import TERMS, Distributions
 
 __all__ = ["TERMS", "Head", "TokenLoss", "TokenLosses", "VerifierHead", "argmax", "data_cross_entropy"]
@@ -45,7 +47,9 @@ class TokenLoss:
 
     Where the draft's head is frozen, the gradient by the hidden states is all that the backward pass needs: it is made
     together with the loss, while a chunk's logits exist. Where the head's weight requires a gradient, the backward pass
-    makes each chunk's logits again. UsageError for an unknown term or a weight that is not positive.
+    makes each chunk's logits again. `choice`, one for all losses of a run, says what makes them (None: torch): Triton
+    has kernels for `kl_div` alone, and for `ce` alone where no total variation is asked for; torch's operations make
+    all others. UsageError for an unknown term, a weight that is not positive, or kernels asked for that do not exist.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class TokenLoss:
         *,
         with_total_variation: bool = False,
         with_cross_entropy: bool = False,
+        choice: LossChoice | None = None,
     ) -> None:
         unknown = sorted(set(weights) - set(TERMS))
         if unknown or not weights:
@@ -66,6 +71,12 @@ class TokenLoss:
         self.chunk_rows = chunk_rows
         self.with_total_variation = with_total_variation
         self.with_cross_entropy = with_cross_entropy
+        self.choice = LossChoice("torch") if choice is None else choice
+        # What a loss is called that has code of its own, both here and in Triton.
+        alone = next(iter(weights)) if list(weights.values()) == [1.0] else None
+        self.fused = alone if alone == "kl_div" or (alone == "ce" and not with_total_variation) else None
+        if self.fused is None:
+            self.choice.require_unfused(" + ".join(f"{weight} {name}" for name, weight in weights.items()))
 
     def __call__(
         self, draft_hidden_NH: Tensor, draft_head: Head, verifier_hidden_MH: Tensor, verifier_head: Head, rows_N: Tensor
@@ -80,7 +91,7 @@ class TokenLoss:
         if sizes[0] != sizes[1]:
             raise UsageError(f"draft head over {sizes[0]} tokens, verifier head over {sizes[1]}: restrict the latter")
         teacher = _Teacher(self, verifier_hidden_MH.detach(), verifier_head, rows_N)
-        loss_N, found = chunked_loss(draft_hidden_NH, draft_head, teacher)
+        loss_N, found = chunked_loss(draft_hidden_NH, draft_head, teacher, self.choice)
         return TokenLosses(loss_N, **found)
 
     def sum_of_terms(self, pair: Distributions) -> Tensor:
@@ -97,13 +108,17 @@ class TokenLoss:
         return gradient
 
 
-def data_cross_entropy(hidden_NH: Tensor, head: Head, labels_N: Tensor, chunk_rows: int = 128) -> tuple[Tensor, Tensor]:
+def data_cross_entropy(
+    hidden_NH: Tensor, head: Head, labels_N: Tensor, chunk_rows: int = 128, choice: LossChoice | None = None
+) -> tuple[Tensor, Tensor]:
     """-log q of the data's tokens, and the head's likeliest token: float [N], differentiable, and int64 [N].
 
     `labels_N` int64 are ids of the head's vocabulary; leave out rows without one. `chunk_rows` rows have logits at a
-    time. Gradients flow to the hidden states and to the head's weight. UsageError for a label outside the vocabulary.
+    time, and `choice` says what makes the losses of them, torch (None) or Triton. Gradients flow to the hidden states
+    and to the head's weight. UsageError for a label outside the vocabulary.
     """
-    loss_N, found = chunked_loss(hidden_NH, head, _Labels(labels_N, head.weight.shape[0], chunk_rows))
+    labels = _Labels(labels_N, head.weight.shape[0], chunk_rows)
+    loss_N, found = chunked_loss(hidden_NH, head, labels, LossChoice("torch") if choice is None else choice)
     return loss_N, found["draft_argmax"]
 
 
@@ -111,6 +126,7 @@ class _Labels(Comparison):
     """Rows compared with one token each."""
 
     columns: Mapping[str, torch.dtype] = {}
+    fused = "cross entropy of data"
 
     def __init__(self, labels_N: Tensor, vocabulary: int, chunk_rows: int) -> None:
         if labels_N.numel() and not 0 <= int(labels_N.min()) <= int(labels_N.max()) < vocabulary:
@@ -121,17 +137,18 @@ class _Labels(Comparison):
     def __len__(self) -> int:
         return len(self.labels_N)
 
-    def chunks(self, dtype: torch.dtype) -> Iterator[Rows]:
+    def chunks(self, dtype: torch.dtype, fused: bool) -> Iterator[Rows]:
+        kind = FusedLabelRows if fused else _LabelRows
         for start, end in pairwise(even_bounds(len(self), self.chunk_rows)):
             index_R = torch.arange(start, end, device=self.labels_N.device)
-            yield _LabelRows(index_R, self.labels_N[start:end], {})
+            yield kind(index_R, self.labels_N[start:end])
 
 
 class _Teacher(Comparison):
     """Draft rows compared with the verifier's distributions, sorted by the verifier row they are compared with."""
 
     def __init__(self, loss: TokenLoss, hidden_MH: Tensor, head: Head, rows_N: Tensor) -> None:
-        self.loss, self.head = loss, head
+        self.loss, self.head, self.fused = loss, head, loss.fused
         self.order_N = rows_N.argsort(stable=True)
         used_U, self.rows_N = rows_N.index_select(0, self.order_N).unique_consecutive(return_inverse=True)
         if len(used_U) and not 0 <= int(used_U[0]) <= int(used_U[-1]) < len(hidden_MH):
@@ -146,17 +163,28 @@ class _Teacher(Comparison):
     def __len__(self) -> int:
         return len(self.rows_N)
 
-    def chunks(self, dtype: torch.dtype) -> Iterator[Rows]:
+    def chunks(self, dtype: torch.dtype, fused: bool) -> Iterator[Rows]:
         head = self.head.to(dtype)
         starts = even_bounds(len(self.hidden_UH), self.loss.chunk_rows)
         bounds = torch.searchsorted(self.rows_N, torch.tensor(starts, device=self.rows_N.device)).tolist()
         for (start, end), (first, last) in zip(pairwise(starts), pairwise(bounds), strict=True):
-            logits_SD = head.logits(self.hidden_UH[start:end].to(dtype))
-            verifier = _Verifier(logits_SD, argmax(logits_SD), self.loss)
+            verifier = self._verifier(head, self.hidden_UH[start:end].to(dtype), fused)
             parts = even_bounds(last - first, _DRAFT_CHUNKS_PER_VERIFIER_CHUNK * self.loss.chunk_rows)
             for low, high in pairwise(parts):
                 part = slice(first + low, first + high)
                 yield verifier.rows(self.order_N[part], self.rows_N[part] - start)
+
+    def _verifier(self, head: Head, hidden_SH: Tensor, fused: bool) -> _Verifier | FusedVerifier:
+        if not fused:
+            logits_SD = head.logits(hidden_SH)
+            return _Verifier(logits_SD, argmax(logits_SD), self.loss)
+        return FusedVerifier(
+            head,
+            hidden_SH,
+            by_label=self.fused == "ce",
+            with_total_variation=self.loss.with_total_variation,
+            with_cross_entropy=self.loss.with_cross_entropy,
+        )
 
 
 class _Verifier:
@@ -164,8 +192,7 @@ class _Verifier:
 
     def __init__(self, logits_SD: Tensor, best_S: Tensor, loss: TokenLoss) -> None:
         self.loss, self.best_S = loss, best_S
-        self.by_label = loss.weights == {"ce": 1.0} and not loss.with_total_variation
-        self.by_divergence = loss.weights == {"kl_div": 1.0}
+        self.by_label, self.by_divergence = loss.fused == "ce", loss.fused == "kl_div"
         if self.by_divergence:
             # With b the likeliest token, log softmax(x) is x - x[b] + log softmax(x)[b]: no logarithm is taken a token.
             best_S1 = best_S[:, None]
@@ -188,23 +215,23 @@ class _Verifier:
 
 
 @dataclass
-class _LabelRows(Rows):
+class _LabelRows(LogitRows):
     """-log q of a label a row, with one exponential an element; overwrites the logits."""
 
     index_R: Tensor
     label_R: Tensor
-    found: dict[str, Tensor]
+    found: Mapping[str, Tensor] = field(default_factory=dict)
     with_cross_entropy: bool = False
 
-    def losses(self, logits_RD: Tensor, best_R: Tensor, differentiable: bool) -> RowLosses:
+    def compare(self, logits_RD: Tensor, best_R: Tensor, differentiable: bool) -> RowLosses:
         label_R1, best_R1 = self.label_R[:, None], best_R[:, None]
         behind_R1 = logits_RD.gather(1, best_R1) - logits_RD.gather(1, label_R1)
         q_RD = torch.softmax(logits_RD, -1, out=logits_RD)
         loss_R = (behind_R1 - q_RD.gather(1, best_R1).log()).squeeze(1)
-        found = self.found | ({"cross_entropy": loss_R} if self.with_cross_entropy else {})
+        found = {**self.found, **({"cross_entropy": loss_R} if self.with_cross_entropy else {})}
         return RowLosses(loss_R, self._less_label(q_RD) if differentiable else None, found)
 
-    def gradient(self, logits_RD: Tensor) -> Tensor:
+    def logit_gradient(self, logits_RD: Tensor) -> Tensor:
         return self._less_label(torch.softmax(logits_RD, -1, out=logits_RD))
 
     def _less_label(self, q_RD: Tensor) -> Tensor:
@@ -213,7 +240,7 @@ class _LabelRows(Rows):
 
 
 @dataclass
-class _DivergenceRows(Rows):
+class _DivergenceRows(LogitRows):
     """`kl_div` of draft row r and the verifier's row rows_R[r], with one exponential an element; overwrites logits."""
 
     index_R: Tensor
@@ -221,7 +248,7 @@ class _DivergenceRows(Rows):
     label_R: Tensor
     verifier: _Verifier
 
-    def losses(self, logits_RD: Tensor, best_R: Tensor, differentiable: bool) -> RowLosses:
+    def compare(self, logits_RD: Tensor, best_R: Tensor, differentiable: bool) -> RowLosses:
         loss, best_R1 = self.verifier.loss, best_R[:, None]
         p_RD = self.verifier.p_SD.index_select(0, self.rows_R)
         max_R1 = logits_RD.gather(1, best_R1)
@@ -240,13 +267,13 @@ class _DivergenceRows(Rows):
             found["total_variation"] = torch.linalg.vector_norm(difference_RD, ord=1, dim=-1) / 2
         return RowLosses(loss_R1.squeeze(1), difference_RD, found)
 
-    def gradient(self, logits_RD: Tensor) -> Tensor:
+    def logit_gradient(self, logits_RD: Tensor) -> Tensor:
         q_RD = torch.softmax(logits_RD, -1, out=logits_RD)
         return q_RD.sub_(self.verifier.p_SD.index_select(0, self.rows_R))
 
 
 @dataclass
-class _TermRows(Rows):
+class _TermRows(LogitRows):
     """Any weighted sum of terms."""
 
     index_R: Tensor
@@ -254,7 +281,7 @@ class _TermRows(Rows):
     label_R: Tensor
     loss: TokenLoss
 
-    def losses(self, logits_RD: Tensor, best_R: Tensor, differentiable: bool) -> RowLosses:
+    def compare(self, logits_RD: Tensor, best_R: Tensor, differentiable: bool) -> RowLosses:
         pair = Distributions(logits_RD.log_softmax(-1), self.log_p_RD, self.label_R)
         found = {"verifier_argmax": self.label_R}
         if self.loss.with_total_variation:
@@ -264,5 +291,5 @@ class _TermRows(Rows):
         loss_R = self.loss.sum_of_terms(pair)
         return RowLosses(loss_R, self.loss.sum_of_gradients(pair) if differentiable else None, found)
 
-    def gradient(self, logits_RD: Tensor) -> Tensor:
+    def logit_gradient(self, logits_RD: Tensor) -> Tensor:
         return self.loss.sum_of_gradients(Distributions(logits_RD.log_softmax(-1), self.log_p_RD, self.label_R))

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from speculators.models.execution import AttentionKernel, Execution
+from speculators.models.execution import AttentionKernel, Execution, LossKernel
 
 OptimizerName = Literal["adamw", "muon"]
 ScheduleName = Literal["linear", "cosine", "constant", "wsd"]
@@ -71,6 +71,10 @@ class TrainConfig(Section):
     attention: AttentionKernel = Field(
         default="auto", description="blocks of scores, anywhere; flex, fused, on a GPU; auto is flex on a GPU"
     )
+    losses: LossKernel = Field(
+        default="auto",
+        description="torch's operations, anywhere; triton's kernels, on a GPU; auto is what is measured to be faster",
+    )
 
     checkpoint_every: int = Field(default=500, ge=1, description="steps")
     keep_last: int = Field(default=1, ge=1, description="newest checkpoints kept")
@@ -92,13 +96,13 @@ class TrainConfig(Section):
 
     def execution(self) -> Execution:
         """How forwards are carried out."""
-        return Execution(self.gradient_checkpointing, self.compile, self.attention)
+        return Execution(self.gradient_checkpointing, self.compile, self.attention, self.losses)
 
     def fixed_by_a_checkpoint(self) -> dict[str, object]:
         """The settings that a resumed run must share with the one it continues: all that change what is computed."""
         bookkeeping = {"prefetch", "checkpoint_every", "keep_last", "keep_best", "measure_every", "measure_prompts"}
         bookkeeping |= {"measure_tokens", "log_every", "max_skipped_steps", "trackers", "count_flops"}
         # How a step is carried out, not what it computes: like another machine, it changes the rounding at most.
-        bookkeeping |= {"gradient_checkpointing", "compile", "attention"}
+        bookkeeping |= {"gradient_checkpointing", "compile", "attention", "losses"}
         # Processes and accumulation may stand in for each other; their product is compared.
         return self.model_dump(mode="json", exclude=bookkeeping | {"strategy", "accumulation"})

@@ -107,6 +107,7 @@ class TrainingRun:
 
     def __init__(self, task: TrainingTask, config: TrainConfig, directory: Path, show_progress: bool) -> None:
         require_trackers(config.trackers)
+        task.objective.require_possible(config.execution())
         self.task = task
         self.config = config
         self.directory = directory
@@ -323,6 +324,8 @@ class TrainingRun:
         }
         if self.skipped_samples:
             line["skipped_samples"] = self.skipped_samples
+        if measurements := self.draft.loss_choice.news():
+            line["losses_measured"] = [asdict(one) for one in measurements]
         if self.workers.leads:
             self.log.write(line)
             self.workers.accelerator.log(tracked_values(line), step=self.state.step)

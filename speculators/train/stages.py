@@ -37,7 +37,7 @@ from speculators.runtime.evaluate import EvaluateOptions, evaluate, plot_report,
 from speculators.runtime.fetch import COMPLETE, FETCHERS, FOLDER, cache_folder, fetch_verifier
 from speculators.runtime.llm import LLM
 from speculators.runtime.sampling import SamplingParams
-from speculators.runtime.verifier import Verifier
+from speculators.runtime.verifier import Verifier, default_device
 from speculators.train.curves import draw_curves
 from speculators.train.dataset import Rows, split_rows
 from speculators.train.journal import Journal, file_digest, wait_until
@@ -67,9 +67,14 @@ class Run:
         self.journal = Journal(self.outputs.out, leads=self.leads)
 
     def run(self, stages: Sequence[str]) -> None:
-        """Run some stages in their order; UsageError, before any of them, for a tracker that is not installed."""
+        """Run some stages in their order.
+
+        Before any of them: UsageError for a tracker that is not installed or a loss without the kernel that is asked
+        for, TrainingError for a way of carrying out training that this machine lacks.
+        """
         if "train" in stages:
             require_trackers(self.recipe.train.trackers)
+            self._require_possible_training()
         threads = cpu_threads(self.recipe.threads, os.environ, usable_cores())
         if threads is not None:
             torch.set_num_threads(threads)
@@ -85,6 +90,12 @@ class Run:
                 seconds = self.journal.timings().get(name, 0.0)
                 what = f"{seconds:.0f} s" if worked else "complete already" if before is not None else "nothing to do"
                 console.print(f"{name}: {what}", highlight=False)
+
+    def _require_possible_training(self) -> None:
+        execution = self.recipe.train.execution()
+        execution.require_possible(default_device())
+        objective: Any = self.recipe.objective
+        objective.require_possible(execution)
 
     def plan(self, stages: Sequence[str]) -> dict[str, Any]:
         """The resolved settings; of the verifier its config.json alone is read, where it is on this machine.

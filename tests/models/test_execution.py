@@ -10,7 +10,7 @@ from torch import Tensor
 from speculators.errors import TrainingError
 from speculators.models import FAMILIES
 from speculators.models.draft_model import PackedBatch, StepOutput
-from speculators.models.execution import Execution, require_compiler
+from speculators.models.execution import Execution, require_compiler, require_triton
 from speculators.models.speculator import Speculator
 from tests.allocations import Allocations
 from tests.models.contract import contract_of
@@ -122,6 +122,20 @@ def test_a_missing_compiler_is_named_before_the_first_step() -> None:
         require_compiler(cpu, {"CXX": "no-such-compiler"})
     with pytest.raises(TrainingError, match=r"C compiler, and gcc or clang is not on the PATH.*train\.compile"):
         require_compiler(gpu, {"PATH": ""})
+
+
+def test_kernels_of_losses_are_refused_where_triton_runs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    message = r"losses 'triton' have no kernels for 'cpu'.*train\.losses to 'auto'.*TRITON_INTERPRET=1"
+    with pytest.raises(TrainingError, match=message):
+        require_triton(cpu, {})
+    require_triton(cpu, {"TRITON_INTERPRET": "1"})
+    require_triton(gpu, {})
+    speculator = draft_of("eagle3")
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(TrainingError, match=message):
+        speculator.draft.execute(Execution(losses="triton"))
+    assert speculator.draft.execution == Execution()
 
 
 def test_a_fused_kernel_is_refused_where_it_has_no_backward() -> None:

@@ -1,5 +1,4 @@
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,9 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from speculators.errors import UsageError
 from speculators.models.loss_terms import Distributions
 from speculators.models.losses import TERMS, Head, TokenLoss, VerifierHead, argmax, data_cross_entropy
+from tests.models.dense_losses import DEFINITIONS, ROWS, dense, logits_of
 from tests.models.drafts import verifier_weights
 
-ROWS = torch.tensor([4, 0, 3, 3, 6, 4, 4, 1])  # verifier rows 2 and 5 are compared with nothing
 MIXTURES = [{name: 1.0} for name in TERMS] + [{"kl_div": 0.5}, {"ce": 0.1, "tv": 0.9}, {"nla": 2.0, "js": 1.0, "ce": 3}]
 MIXTURE_IDS = ["+".join(f"{weight}{name}" for name, weight in weights.items()) for weights in MIXTURES]
 
@@ -22,51 +21,6 @@ def tensors(dtype: torch.dtype = torch.float32, vocab: int = 13) -> tuple[Tensor
     generator = torch.Generator().manual_seed(3)
     shapes = [(len(ROWS), 5), (vocab, 5), (7, 5), (vocab, 5)]
     return tuple(torch.randn(*shape, generator=generator, dtype=dtype) for shape in shapes)
-
-
-def divergence(one: Tensor, other: Tensor) -> Tensor:
-    return (one * (one.log() - other.log())).sum(-1)
-
-
-def variation(q: Tensor, p: Tensor) -> Tensor:
-    return (p - q).abs().sum(-1) / 2
-
-
-def hybrid(q: Tensor, p: Tensor) -> Tensor:
-    share = torch.exp(-3 * (1 - variation(q, p).detach()))
-    return share * divergence(p, q) + (1 - share) * variation(q, p)
-
-
-def top_ten(q: Tensor, p: Tensor) -> Tensor:
-    counted = p >= p.sort(-1, descending=True).values[:, min(10, p.shape[1]) - 1, None]
-    return -(p * q.log() * counted).sum(-1)
-
-
-DEFINITIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "kl_div": lambda q, p: divergence(p, q),
-    "reverse_kl": lambda q, p: divergence(q, p),
-    "js": lambda q, p: divergence(p, (p + q) / 2) / 2 + divergence(q, (p + q) / 2) / 2,
-    "ce": lambda q, p: -q.log()[torch.arange(len(q)), p.argmax(-1)],
-    "tv": variation,
-    "lk_hybrid": hybrid,
-    "nla": lambda q, p: -torch.log((1 - variation(q, p)).clamp_min(1e-5)),
-    "soft_ce": lambda q, p: -(p * q.log()).sum(-1),
-    "top10_ce": top_ten,
-}
-
-
-def logits_of(hidden: Tensor, head: Head) -> Tensor:
-    logits = head.scale * (hidden @ head.weight.T)
-    return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
-
-
-def dense(
-    weights: dict[str, float], hidden: Tensor, draft: Head, teacher_hidden: Tensor, teacher: Head, rows: Tensor = ROWS
-) -> Tensor:
-    """The losses as sums over probabilities of all rows at once."""
-    q = logits_of(hidden, draft).softmax(-1)
-    p = logits_of(teacher_hidden, teacher).softmax(-1)[rows]
-    return sum(weight * DEFINITIONS[name](q, p) for name, weight in weights.items())
 
 
 def test_every_term_has_a_definition_here() -> None:

@@ -16,7 +16,9 @@ from speculators.models.dflash.anchors import Positions, require_an_anchor
 from speculators.models.dflash.model import DFlashModel
 from speculators.models.dflash.supervision import Supervision, block_metrics, compare
 from speculators.models.draft_model import PackedBatch, SampleSource, StepOutput
+from speculators.models.execution import Execution
 from speculators.models.family import Count
+from speculators.models.loss_choice import LossChoice
 from speculators.models.losses import Head, TokenLoss, TokenLosses, VerifierHead
 from speculators.models.objective import LossTerms, TeacherHead, TrainingObjective, unwrapped
 from speculators.models.position_weights import dpace, exponential_decay
@@ -60,6 +62,15 @@ class DFlashObjective(TrainingObjective):
         block_size = unwrapped(draft, DFlashModel).config.block_size
         require_an_anchor(samples, block_size, before_answers=self.anchors_before_answers)
 
+    def require_possible(self, execution: Execution) -> None:
+        """Raise UsageError where Triton is asked for `loss` and has no kernel for it."""
+        apart = [{name: 1.0} for name in self.loss]
+        for terms in apart if self.position_weights == "dpace" else [self.loss]:
+            self._token_loss(terms, self.chunk_rows, LossChoice(execution.losses))
+
+    def _token_loss(self, terms: dict[str, float], chunk_rows: int, choice: LossChoice) -> TokenLoss:
+        return TokenLoss(terms, chunk_rows, with_total_variation=True, with_cross_entropy="ce" in terms, choice=choice)
+
     def step(self, draft: nn.Module, batch: PackedBatch, verifier_head: VerifierHead) -> StepOutput:
         """Loss and counts of one raw, unshifted batch.
 
@@ -96,7 +107,7 @@ class DFlashObjective(TrainingObjective):
         teacher = verifier_head, self._teacher.over_draft_vocabulary(model, verifier_head)
 
         def compared(terms: dict[str, float]) -> TokenLosses:
-            loss = TokenLoss(terms, chunk_rows, with_total_variation=True, with_cross_entropy="ce" in terms)
+            loss = self._token_loss(terms, chunk_rows, model.loss_choice)
             return compare(loss, supervision, states_NH, draft_head, teacher)
 
         if self.position_weights == "dpace":

@@ -18,7 +18,9 @@ from torch.nn import functional as F
 
 from speculators.models.draft_model import PackedBatch, StepOutput
 from speculators.models.eagle.model import EagleModel
+from speculators.models.execution import Execution
 from speculators.models.family import Count
+from speculators.models.loss_choice import LossChoice
 from speculators.models.losses import TokenLoss, VerifierHead
 from speculators.models.objective import LossTerms, TrainingObjective, unwrapped
 from speculators.models.supervision import (
@@ -107,19 +109,32 @@ class EagleObjective(TrainingObjective):
         features_CH = self._noisy(aligned) if model.training else aligned.features_CH
         inputs = Unroll(features_CH, aligned.token_ids_C, aligned.positions_C, aligned.document_lengths, slots)
         states_NH, places_N = counted_states(draft(inputs), slots, counted_KC)
-        loss_N, hits_N = self._compare(states_NH, places_N, aligned, verifier_head)
+        token_loss = self._token_loss(model.loss_choice)
+        loss_N, hits_N = self._compare(token_loss, states_NH, places_N, aligned, verifier_head)
         totals_K, sizes = sums_by_step(loss_N, counted_KC)
         totals, counts = totals_K.tolist(), acceptance_counts(hits_N, counted_KC)
         metrics = step_metrics(Count(sum(totals), sizes[0]), totals, sizes, counts)
         return StepOutput(totals_K.sum() / (sizes[0] + EPSILON), metrics)
 
+    def require_possible(self, execution: Execution) -> None:
+        """Raise UsageError where Triton is asked for `loss` and has no kernel for it."""
+        self._token_loss(LossChoice(execution.losses))
+
+    def _token_loss(self, choice: LossChoice) -> TokenLoss:
+        return TokenLoss(self.loss, self.chunk_rows, choice=choice)
+
     def _compare(
-        self, states_NH: Tensor, places_N: Tensor, aligned: AlignedBatch, verifier_head: VerifierHead
+        self,
+        token_loss: TokenLoss,
+        states_NH: Tensor,
+        places_N: Tensor,
+        aligned: AlignedBatch,
+        verifier_head: VerifierHead,
     ) -> tuple[Tensor, Tensor]:
         """Losses [N], and whether both sides' likeliest token is one; row n belongs to the target at `places_N[n]`."""
         rank_C = aligned.supervised_C.cumsum(0) - 1
         targets_MH, rows_N = aligned.targets_CH[aligned.supervised_C], rank_C[places_N]
-        head, token_loss = verifier_head.head, TokenLoss(self.loss, self.chunk_rows)
+        head = verifier_head.head
         found = token_loss(states_NH, head, targets_MH, head, rows_N)
         distance_NH = F.smooth_l1_loss(states_NH.float(), targets_MH.index_select(0, rows_N).float(), reduction="none")
         loss_N = self.regression_weight * distance_NH.mean(-1) + found.loss

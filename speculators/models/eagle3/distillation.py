@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from speculators.models.draft_model import PackedBatch, SampleSource
 from speculators.models.eagle3.closed_form import closed_form_start
 from speculators.models.eagle3.network import FusedDraftModel
+from speculators.models.execution import Execution
+from speculators.models.loss_choice import LossChoice
 from speculators.models.losses import Head, TokenLoss, TokenLosses, VerifierHead
 from speculators.models.objective import LossTerms, TeacherHead, TrainingObjective
 from speculators.models.supervision import document_runs, supervised, up_to_last
@@ -77,6 +79,10 @@ class FusedObjective(TrainingObjective):
         """The same without `closed_form_rows`, whose regression would replace what the draft has learnt."""
         return self.model_copy(update={"closed_form_rows": 0})
 
+    def require_possible(self, execution: Execution) -> None:
+        """Raise UsageError where Triton is asked for `loss` and has no kernel for it."""
+        TokenLoss(self.loss, choice=LossChoice(execution.losses))
+
     def compare(
         self,
         model: FusedDraftModel,
@@ -89,6 +95,6 @@ class FusedObjective(TrainingObjective):
         rank_C = batch.supervised_C.cumsum(0) - 1
         teacher_MH = verifier_head.norm(batch.last_hidden_states_CH[batch.supervised_C].to(hidden_NH.dtype))
         head = self._teacher.over_draft_vocabulary(model, verifier_head)
-        loss = TokenLoss(self.loss, self.chunk_rows)
+        loss = TokenLoss(self.loss, self.chunk_rows, choice=model.loss_choice)
         draft_head = Head(self._teacher.draft_weight(model, verifier_head))
         return loss(hidden_NH, draft_head, teacher_MH, head, rank_C[places_N])

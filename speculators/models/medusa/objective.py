@@ -28,4 +28,5 @@ class MedusaObjective(TrainingObjective):
         ahead = Lookahead.of(batch, len(steps), verifier_head)
         heads = [Head(model.output_head(step).weight) for step in steps]
         weights = [self.head_decay**step for step in steps]
-        return ahead.step_output(draft(ahead.states_RH), heads, weights, model.verifier_ids_D, self.chunk_rows)
+        outputs, ids_D = draft(ahead.states_RH), model.verifier_ids_D
+        return ahead.step_output(outputs, heads, weights, ids_D, self.chunk_rows, model.loss_choice)

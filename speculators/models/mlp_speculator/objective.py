@@ -31,4 +31,4 @@ class MlpSpeculatorObjective(TrainingObjective):
         ahead = Lookahead.of(batch, len(steps), verifier_head)
         heads = [Head(model.output_head(step).weight) for step in steps]
         outputs = draft(ahead.states_RH, ahead.token_ids_RP[:, :-1])
-        return ahead.step_output(outputs, heads, [1.0] * len(steps), None, self.chunk_rows)
+        return ahead.step_output(outputs, heads, [1.0] * len(steps), None, self.chunk_rows, model.loss_choice)

@@ -107,7 +107,9 @@ class MtpObjective(TrainingObjective):
         states = draft(aligned.inputs)
         hidden_NH = torch.cat([state[mask] for state, mask in zip(states, aligned.counted_KC, strict=True)])
         labels_N = aligned.labels_KC[aligned.counted_KC]
-        losses_N, found_N = data_cross_entropy(hidden_NH, verifier_head.head, labels_N, self.chunk_rows)
+        losses_N, found_N = data_cross_entropy(
+            hidden_NH, verifier_head.head, labels_N, self.chunk_rows, model.loss_choice
+        )
         totals_K, sizes = sums_by_step(losses_N, aligned.counted_KC)
         weights_K = self._weights(totals_K)
         loss = (weights_K * totals_K / torch.tensor(sizes, device=totals_K.device).clamp(min=1)).sum()
