@@ -16,9 +16,11 @@ from speculators.extract.store import HiddenStatesStore
 
 ROW_LENGTH = 1024
 AUX_LAYERS = (2, 15, 27)
-TTT_STEPS, BLOCK_SIZE, ANCHORS_A_ROW, MARKOV_RANK = 3, 8, 128, 64
+TTT_STEPS, BLOCK_SIZE, MARKOV_RANK = 3, 8, 64
+# The peer counts anchors by packed row, this project by document, of which a row has five on average.
+ANCHORS_A_ROW, ANCHORS_A_DOCUMENT = 128, 16
 # The trainer's recommendation for SmolLM2, as in the recipes.
-TRAIN = {"optimizer": "muon", "learning_rate": 2e-3, "warmup_ratio": 0.03, "schedule": "cosine"}
+TRAIN = {"optimizer": "muon", "ns_steps": 3, "learning_rate": 2e-3, "warmup_ratio": 0.03, "schedule": "cosine"}
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ FAMILIES = {
         memory=3 / 4,
         # The slots of a block see those before them: so the peer trains layers with a window, and all have one there.
         draft=_BLOCKS | {"sliding_window_non_causal": False},
-        objective={},
+        objective={"max_anchors": ANCHORS_A_DOCUMENT},
         peer=_PEER_BLOCKS,
         positions=BLOCK_SIZE - 1,
         blocks=True,
@@ -71,7 +73,7 @@ FAMILIES = {
         speed=1.5,
         memory=3 / 4,
         draft=_BLOCKS | {"markov_rank": MARKOV_RANK},
-        objective={},
+        objective={"max_anchors": ANCHORS_A_DOCUMENT},
         peer=_PEER_BLOCKS | {"markov-rank": MARKOV_RANK},
         positions=BLOCK_SIZE,
         blocks=True,
@@ -80,18 +82,9 @@ FAMILIES = {
 }
 
 
-def anchors_a_document(store: HiddenStatesStore, rows: int, wanted: int = ANCHORS_A_ROW) -> tuple[int, float]:
-    """The least `max_anchors` a document with which a packed row has `wanted` blocks on average, and how many it has.
-
-    This project counts anchors by document, the peer by packed row; `rows` is the number of these. Where there is no
-    room for so many blocks, a document takes all it has room for.
-    """
-    rooms = [_room(store, row) for row in range(len(store))]
-    for limit in range(1, max(rooms, default=0) + 1):
-        blocks = sum(min(room, limit) for room in rooms) / rows
-        if blocks >= wanted:
-            return limit, blocks
-    return max([1, *rooms]), sum(rooms) / rows
+def blocks_a_row(store: HiddenStatesStore, rows: int) -> float:
+    """How many blocks a packed row has on average, `rows` of them, with `ANCHORS_A_DOCUMENT`."""
+    return sum(min(_room(store, row), ANCHORS_A_DOCUMENT) for row in range(len(store))) / rows
 
 
 def _room(store: HiddenStatesStore, row: int) -> int:

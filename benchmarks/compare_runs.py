@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from compare_families import AUX_LAYERS, ROW_LENGTH, TRAIN, Comparison, anchors_a_document, peer_flags
+from compare_families import AUX_LAYERS, ROW_LENGTH, TRAIN, Comparison, blocks_a_row, peer_flags
 from datasets import Dataset
 from safetensors.torch import save_file
 
@@ -135,10 +135,8 @@ class Trainers:
         store = HiddenStatesStore.open(self.trained.outputs.states)
         self.rows, self.tokens = len(store), store.num_tokens
         self.mask_token_id = self.trained.speculator_config.verifier_vocab_size - 1
-        self.objective, self.blocks_a_row = dict(comparison.objective), None
-        if comparison.blocks:
-            packed = len(PackedRows(store, ROW_LENGTH).plan(0).rows)
-            self.objective["max_anchors"], self.blocks_a_row = anchors_a_document(store, packed)
+        packed = len(PackedRows(store, ROW_LENGTH).plan(0).rows)
+        self.blocks_a_row = blocks_a_row(store, packed) if comparison.blocks else None
         self.draft = {**comparison.draft, "draft_vocab_size": arguments.draft_vocab_size}
         self.draft["aux_layer_ids"] = list(AUX_LAYERS)
 
@@ -150,7 +148,7 @@ class Trainers:
             "prepared": str(self.trained.outputs.prepared.resolve()),
             "states": str(self.trained.outputs.states.resolve()),
             "draft": self.draft,
-            "objective": self.objective,
+            "objective": self.comparison.objective,
             "train": {**TRAIN, "epochs": epochs, "max_steps": max_steps, "row_length": ROW_LENGTH},
             "threads": self.arguments.threads,
             "out": str(folder.resolve()),

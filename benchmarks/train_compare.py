@@ -31,7 +31,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from compare_families import ANCHORS_A_ROW, AUX_LAYERS, FAMILIES, ROW_LENGTH, TRAIN, Comparison, peer_flags
+from compare_families import (
+    ANCHORS_A_DOCUMENT,
+    ANCHORS_A_ROW,
+    AUX_LAYERS,
+    FAMILIES,
+    ROW_LENGTH,
+    TRAIN,
+    Comparison,
+    peer_flags,
+)
 from compare_runs import Trained, Trainers
 from rich.console import Console
 from rich.table import Table
@@ -49,7 +58,7 @@ def settings_of(arguments: argparse.Namespace, trainers: Trainers, comparison: C
     if comparison.blocks:
         blocks["blocks_a_packed_row"] = {
             "peer": f"{ANCHORS_A_ROW} at most",
-            "ours": f"{trainers.blocks_a_row:.1f} on average, {trainers.objective['max_anchors']} a document at most",
+            "ours": f"{trainers.blocks_a_row:.1f} on average, {ANCHORS_A_DOCUMENT} a document at most",
         }
     return {
         "verifier": Path(trainers.verifier).name,
@@ -61,7 +70,7 @@ def settings_of(arguments: argparse.Namespace, trainers: Trainers, comparison: C
         "draft_vocab_size": arguments.draft_vocab_size,
         **comparison.shape,
         **blocks,
-        "ours": {"draft": trainers.draft, "objective": trainers.objective, "train": TRAIN},
+        "ours": {"draft": trainers.draft, "objective": comparison.objective, "train": TRAIN},
         "peer": {"flags": " ".join(peer_flags(comparison.peer)), "else": "its defaults"},
     }
 
