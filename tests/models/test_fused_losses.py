@@ -1,5 +1,6 @@
 """Triton's kernels, in its interpreter, against autograd on dense logits; and what chooses between them and torch."""
 
+import gc
 import logging
 import os
 import subprocess
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -80,6 +82,15 @@ def test_the_datas_cross_entropy_is_torchs(vocab: int, chunk_rows: int, trained:
     torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
     require_equal_gradients(loss, expected, [hidden] + [weight] * trained)
     assert torch.equal(best, logits_of(hidden, draft).argmax(-1))
+
+
+def test_labels_may_be_a_column_of_others() -> None:
+    """Next to each label lies another one, which is not read; one token for all rows lies in memory once."""
+    hidden, weight, *_ = tensors(13)
+    columns = torch.stack((torch.arange(8), torch.arange(8) + 5), 1)
+    for labels in (columns[:, 0], columns[:, 1], torch.tensor([3]).expand(8)):
+        loss, _ = data_cross_entropy(hidden, Head(weight), labels, 3, TRITON)
+        torch.testing.assert_close(loss, F.cross_entropy(hidden @ weight.T, labels, reduction="none"))
 
 
 @pytest.mark.parametrize("vocab", [13, 64])
@@ -259,6 +270,33 @@ def test_no_tensor_of_rows_by_vocabulary_but_the_products(dtype: torch.dtype) ->
         assert large.found == ["mm.default", "mm.default"]
         data_cross_entropy(hidden, Head(weight), torch.arange(rows), rows, TRITON)[0].sum().backward()
         assert large.found == ["mm.default"] * 3
+
+
+class Products(TorchDispatchMode):
+    """Counts products of matrices, and the most of them that lie in memory at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[StorageWeakRef] = []
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mm.default:
+            # Triton's interpreter leaves cycles behind that hold what kernels were given.
+            gc.collect()
+            self.made.append(StorageWeakRef(out.untyped_storage()))
+            self.most = max(self.most, sum(not product.expired() for product in self.made))
+        return out
+
+
+@pytest.mark.parametrize(("name", "together"), [("kl_div", 2), ("ce", 1)])
+def test_products_are_kept_as_long_as_they_are_compared(name: str, together: int) -> None:
+    """Of a verifier whose likeliest token is the label, none lie beside the draft's."""
+    hidden, weight, *_ = tensors(256, 32)
+    with torch.no_grad(), Products() as products:
+        TokenLoss({name: 1.0}, 32, choice=TRITON)(hidden, Head(weight), hidden, Head(weight), torch.arange(32))
+    assert (len(products.made), products.most) == (2, together)
 
 
 # What of an objective's knobs gives every family a loss that has kernels.
