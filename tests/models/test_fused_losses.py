@@ -303,6 +303,16 @@ def test_products_are_kept_as_long_as_they_are_compared(name: str, together: int
 KNOBS = {"eagle": {"loss": {"kl_div": 1.0}}}
 
 
+class Counting(LossChoice):
+    """Says how often it was asked."""
+
+    asked_for = 0
+
+    def is_fused(self, kind: LossKind, run: Callable[[bool], object]) -> bool:
+        self.asked_for += 1
+        return super().is_fused(kind, run)
+
+
 @every_family
 def test_a_training_step_by_triton_is_the_one_by_torch(family: str) -> None:
     speculator, results = draft_of(family), []
@@ -311,10 +321,12 @@ def test_a_training_step_by_triton_is_the_one_by_torch(family: str) -> None:
     for losses in ("torch", "triton"):
         speculator.draft.execute(Execution(losses=losses))
         objective.require_possible(speculator.draft.execution)
+        speculator.draft.loss_choice = choice = Counting(losses)
         torch.manual_seed(0)
         output = objective.step(speculator.draft.train(), batch, verifier_head())
         output.loss.backward()
         results.append((output, gradients(speculator.draft)))
+        assert choice.asked_for > 0
     (plain, expected), (fused, found) = results
     assert plain.metrics["loss"].count > 0
     torch.testing.assert_close(fused.loss, plain.loss, atol=1e-5, rtol=1e-5)
@@ -362,7 +374,9 @@ def test_kernels_compute_in_float32_alone() -> None:
         data_cross_entropy(hidden, Head(weight), ROWS, choice=TRITON)
 
 
-def test_auto_keeps_what_is_measured_to_be_faster_on_a_gpu(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_keeps_what_is_measured_to_be_faster_on_a_gpu(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each kind once; the stopwatch here runs what it is given, and says what the test wants to hear."""
     times, runs = iter([3.0, 1.0, 1.0, 3.0]), []
 
@@ -370,6 +384,7 @@ def test_auto_keeps_what_is_measured_to_be_faster_on_a_gpu(caplog: pytest.LogCap
         run()
         return next(times)
 
+    monkeypatch.setenv("CC", sys.executable)
     caplog.set_level(logging.INFO)
     choice = LossChoice("auto", stopwatch)
     kind = LossKind("kl_div", torch.device("cuda"), torch.bfloat16, 150_000)
@@ -389,13 +404,16 @@ def test_auto_keeps_what_is_measured_to_be_faster_on_a_gpu(caplog: pytest.LogCap
     assert caplog.messages[1].endswith("taken: torch")
 
 
-def test_nothing_is_measured_where_there_is_no_choice() -> None:
+def test_nothing_is_measured_where_there_is_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(run: Callable[..., object]) -> float:
         raise AssertionError
 
     gpu = LossKind("kl_div", torch.device("cuda"), torch.bfloat16, 100)
     assert not LossChoice("auto", never).is_fused(replace(gpu, device=torch.device("cpu")), never)
     assert not LossChoice("auto", never).is_fused(replace(gpu, dtype=torch.float64), never)
+    # Without a C compiler Triton launches nothing.
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert not LossChoice("auto", never).is_fused(gpu, never)
     assert not LossChoice("torch", never).is_fused(gpu, never)
     assert LossChoice("triton", never).is_fused(gpu, never)
     # Without a choice to remember it, a measurement would be made at every call.
