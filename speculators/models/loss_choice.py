@@ -86,9 +86,9 @@ class LossChoice:
             if self.asked == "triton" and kind.dtype not in _DTYPES:
                 raise UsageError(f"losses 'triton' of {kind.dtype}; its kernels compute in float32: choose 'torch'")
             return self.asked == "triton"
-        if kind.dtype not in _DTYPES or not launches_triton(kind.device):
-            return False
         if kind not in self.measured:
+            if kind.dtype not in _DTYPES or not launches_triton(kind.device):
+                return False
             self.measured[kind] = self._measure(kind, run)
         return self.measured[kind].faster == "triton"
 
