@@ -60,7 +60,7 @@ class Save:
 
 
 @dataclass
-class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM's bases are untyped
     """What the scheduler tells the worker: files of new requests, rows this step captures, requests that have ended."""
 
     files: dict[str, str] = field(default_factory=dict)
@@ -213,7 +213,7 @@ class WorkerSide:
         return copied
 
 
-class SpeculatorsHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+class SpeculatorsHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM's bases are untyped
     """vLLM makes one in the scheduler's process and one in each worker, of which that of rank 0 writes."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:

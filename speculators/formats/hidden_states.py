@@ -311,7 +311,8 @@ def load_hidden_states(
         with finished_file(file, timeout, flock):
             require_tensors(file)
             with safe_open(file, framework="pt") as stream:
-                tensors: dict[str, Tensor] = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
+                names = stream.keys()
+                tensors: dict[str, Tensor] = {name: stream.get_tensor(name) for name in names}
     except (OSError, SafetensorError, FormatError, RuntimeError) as error:
         # RuntimeError is how torch says that it cannot map a file.
         if isinstance(error, SpeculatorsError) and not isinstance(error, FormatError):

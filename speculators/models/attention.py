@@ -97,7 +97,7 @@ def packed_attention(
     asked = v_CND.dtype
     dtype = torch.promote_types(asked, torch.float32) if v_CND.device.type == "cpu" else asked
     tensors = [tensor.to(dtype) for tensor in (q_RQD, k_CND, v_CND, own_k_RNPD, own_v_RNPD)]
-    out: Tensor = _PackedAttention.apply(*tensors, blocks, scale)  # type: ignore[no-untyped-call]
+    out: Tensor = _PackedAttention.apply(*tensors, blocks, scale)  # type: ignore[no-untyped-call]  # torch's apply is untyped
     return out.to(asked)
 
 

@@ -111,7 +111,7 @@ def chunked_loss(
         column = torch.promote_types(column, call.loss_dtype) if column.is_floating_point else column
         call.found[name] = hidden_NH.new_empty(len(hidden_NH), dtype=column)
     arguments = (hidden_NH, head.weight, head.low_rank, call, torch.is_grad_enabled())
-    loss_N: Tensor = _ChunkedLoss.apply(*arguments)  # type: ignore[no-untyped-call]
+    loss_N: Tensor = _ChunkedLoss.apply(*arguments)  # type: ignore[no-untyped-call]  # torch's apply is untyped
     return loss_N, call.found
 
 

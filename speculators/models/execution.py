@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
@@ -59,30 +59,55 @@ def require_compiler(device: torch.device, environment: Mapping[str, str] = os.e
     A C++ compiler ($CXX, else g++, or clang++ on macOS) for a CPU; Triton for a GPU, and a C compiler for what launches
     its kernels ($CC, else gcc or clang).
     """
+    what, instead = f"train.compile on {device.type!r}", "train.compile to false"
     if device.type == "cpu":
         wanted = [environment.get("CXX", "clang++" if platform.system() == "Darwin" else "g++")]
-        kind, variable = "C++", "CXX"
+        _require_program(wanted, "C++", "CXX", environment, what, instead)
     else:
-        wanted = [environment["CC"]] if "CC" in environment else ["gcc", "clang"]
-        kind, variable = "C", "CC"
-        _require_package(f"train.compile on {device.type!r}", "train.compile to false")
-    if not any(shutil.which(name, path=environment.get("PATH", os.defpath)) for name in wanted):
-        raise TrainingError(
-            f"train.compile on {device.type!r} needs a {kind} compiler, and {' or '.join(wanted)} is not on the PATH; "
-            f"install it, let {variable} name another one, or set train.compile to false"
-        )
+        _require_package(what, instead)
+        _require_program(_c_compilers(environment), "C", "CC", environment, what, instead)
+
+
+def launches_triton(device: torch.device, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether `device` is a GPU with all that Triton needs there: its package, and a compiler of what launches."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return False
+    return _is_there(_c_compilers(environment), environment)
 
 
 def require_triton(device: torch.device, environment: Mapping[str, str] = os.environ) -> None:
     """Raise TrainingError where Triton runs no kernel on `device`.
 
-    It does on a GPU; with TRITON_INTERPRET=1 it reads them line by line on a CPU, which is good for tests alone.
+    It does on a GPU, where it needs a C compiler for what launches its kernels; with TRITON_INTERPRET=1 it reads them
+    line by line on a CPU, which is good for tests alone.
     """
-    _require_package("losses 'triton'", "train.losses to 'auto'")
-    if device.type != "cuda" and environment.get("TRITON_INTERPRET") != "1":
+    what, instead = "losses 'triton'", "train.losses to 'auto'"
+    _require_package(what, instead)
+    if environment.get("TRITON_INTERPRET") == "1":
+        return
+    if device.type != "cuda":
         raise TrainingError(
-            f"losses 'triton' have no kernels for {device.type!r}; train on a GPU, set train.losses to 'auto', or set "
+            f"{what} have no kernels for {device.type!r}; train on a GPU, set {instead}, or set "
             "TRITON_INTERPRET=1 in the environment, which runs them slowly in Python"
+        )
+    _require_program(_c_compilers(environment), "C", "CC", environment, what, instead)
+
+
+def _c_compilers(environment: Mapping[str, str]) -> list[str]:
+    return [environment["CC"]] if "CC" in environment else ["gcc", "clang"]
+
+
+def _is_there(programs: Sequence[str], environment: Mapping[str, str]) -> bool:
+    return any(shutil.which(name, path=environment.get("PATH", os.defpath)) for name in programs)
+
+
+def _require_program(
+    wanted: Sequence[str], kind: str, variable: str, environment: Mapping[str, str], what: str, instead: str
+) -> None:
+    if not _is_there(wanted, environment):
+        raise TrainingError(
+            f"{what} needs a {kind} compiler, and {' or '.join(wanted)} is not on the PATH; "
+            f"install it, let {variable} name another one, or set {instead}"
         )
 
 

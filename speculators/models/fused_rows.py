@@ -57,8 +57,10 @@ class FusedVerifier:
     ) -> None:
         self.head, self.by_label = head, by_label
         self.with_total_variation, self.with_cross_entropy = with_total_variation, with_cross_entropy
-        self.product_SD = head.product(hidden_SH)
-        self.softmax = _kernels().softmax_of(self.product_SD, head)
+        product_SD = head.product(hidden_SH)
+        self.softmax = _kernels().softmax_of(product_SD, head)
+        # Of a likeliest token no more is needed.
+        self.product_SD = None if by_label else product_SD
 
     def rows(self, index_R: Tensor, rows_R: Tensor) -> Rows:
         """The draft rows `index_R`, of which r is compared with row `rows_R[r]` of this chunk."""
@@ -79,6 +81,7 @@ class FusedDivergenceRows(FusedRows):
 
     def losses(self, head: Head, hidden_RH: Tensor, differentiable: bool) -> RowLosses:
         verifier, product_RD = self.verifier, head.product(hidden_RH)
+        assert verifier.product_SD is not None
         made = _kernels().divergence_losses(
             product_RD, head, verifier.product_SD, verifier.head, verifier.softmax, self.rows_R, differentiable
         )

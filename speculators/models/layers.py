@@ -6,6 +6,7 @@ Shape suffixes: `...` any leading dimensions, Q query heads, N key heads, D head
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +47,7 @@ class SkinnyLinear(nn.Linear):
     of the other order is two to three times slower there. So is the one for a single row, which is therefore doubled.
     """
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as nn.Linear has it
         """[..., in] -> [..., out]."""
         rows = input.numel() // self.in_features
         if (
@@ -69,8 +70,8 @@ class SkinnyLinear(nn.Linear):
 class PackedLinear(SkinnyLinear):
     """A frozen bfloat16 linear layer on a CPU with a copy of its weight as oneDNN multiplies by it.
 
-    Without that, oneDNN puts the weight in order anew in each product. What has few rows or a gradient goes by the
-    weight itself.
+    Without that, oneDNN puts the weight in order anew in each product. What has few rows or a gradient, or lies
+    elsewhere, goes by the weight itself. A layer that is copied or pickled is a `SkinnyLinear` there.
     """
 
     packed: Tensor
@@ -78,10 +79,16 @@ class PackedLinear(SkinnyLinear):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as nn.Linear has it
         """[..., in] -> [..., out]."""
         rows = input.numel() // self.in_features
-        if rows in _SKINNY_ROWS or torch.is_grad_enabled() or input.dtype != torch.bfloat16:
+        packable = input.dtype == torch.bfloat16 and input.device.type == "cpu"
+        if rows in _SKINNY_ROWS or torch.is_grad_enabled() or not packable:
             return super().forward(input)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(input, self.packed, self.bias, "none", [], "")
         return out
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # An opaque layout has no storage that could be copied.
+        state = {name: value for name, value in self.__dict__.items() if name != "packed"}
+        return object.__new__, (SkinnyLinear,), state
 
 
 def pack_linears(module: nn.Module, most_bytes: int) -> bool:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from statistics import median
 
 import torch
 
 from speculators.errors import UsageError
-from speculators.models.execution import LossKernel
+from speculators.models.execution import LossKernel, launches_triton
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +65,7 @@ def gpu_milliseconds(run: Callable[[], object]) -> float:
 class LossChoice:
     """The setting `asked`, and what was measured where it is "auto".
 
-    "auto" measures each kind of loss once, on a GPU with Triton, and keeps the faster; elsewhere it is torch.
+    "auto" measures each kind of loss once, on a GPU where Triton runs, and keeps the faster; elsewhere it is torch.
     `stopwatch` gives the milliseconds of a run.
     """
 
@@ -87,9 +86,9 @@ class LossChoice:
             if self.asked == "triton" and kind.dtype not in _DTYPES:
                 raise UsageError(f"losses 'triton' of {kind.dtype}; its kernels compute in float32: choose 'torch'")
             return self.asked == "triton"
-        if kind.device.type != "cuda" or kind.dtype not in _DTYPES or find_spec("triton") is None:
-            return False
         if kind not in self.measured:
+            if kind.dtype not in _DTYPES or not launches_triton(kind.device):
+                return False
             self.measured[kind] = self._measure(kind, run)
         return self.measured[kind].faster == "triton"
 

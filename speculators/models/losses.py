@@ -265,7 +265,7 @@ class _DivergenceRows(LogitRows):
         difference_RD = q_RD.sub_(p_RD)
         if loss.with_total_variation:
             found["total_variation"] = torch.linalg.vector_norm(difference_RD, ord=1, dim=-1) / 2
-        return RowLosses(loss_R1.squeeze(1), difference_RD, found)
+        return RowLosses(loss_R1.squeeze(1), difference_RD if differentiable else None, found)
 
     def logit_gradient(self, logits_RD: Tensor) -> Tensor:
         q_RD = torch.softmax(logits_RD, -1, out=logits_RD)

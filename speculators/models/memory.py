@@ -4,9 +4,13 @@ import ctypes
 import math
 import os
 import platform
+from contextlib import suppress
+from pathlib import Path
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _KEPT_BYTES = 1 << 30
+# The limit of a control group and what is taken of it, by the second version of that interface and the first.
+_GROUP_FILES = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
 
 
 def keep_freed_memory() -> bool:
@@ -23,7 +27,17 @@ def keep_freed_memory() -> bool:
     return all(mallopt(option, value) == 1 for option, value in options.items())
 
 
-def free_bytes() -> int:
-    """Memory of the machine that nothing has taken, 0 where the system does not tell."""
+def free_bytes(groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory that nothing has taken, of the machine's and of a container's; 0 where the system does not tell.
+
+    `groups` is where Linux shows the control group that a container is, with its limit.
+    """
     names = ("SC_PAGE_SIZE", "SC_AVPHYS_PAGES")
-    return math.prod(map(os.sysconf, names)) if all(name in os.sysconf_names for name in names) else 0
+    if not all(name in os.sysconf_names for name in names):
+        return 0
+    room = [math.prod(map(os.sysconf, names))]
+    for limit, taken in _GROUP_FILES:
+        # Either interface may be absent, and the limit may be a word: none.
+        with suppress(OSError, ValueError):
+            room.append(int((groups / limit).read_text()) - int((groups / taken).read_text()))
+    return max(min(room), 0)

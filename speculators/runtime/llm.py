@@ -170,6 +170,7 @@ class LLM:
 
         StoreError where the hidden states of a request could not be written; the files of the others are there.
         """
+        # mypy does not know what _is_batch has found.
         items: list[Prompt] = list(prompts) if _is_batch(prompts) else [prompts]  # type: ignore[list-item,arg-type]
         params = _one_per_prompt(sampling_params, len(items))
         with ExitStack() as abort_unless_done:

@@ -263,6 +263,8 @@ class TrainingRun:
                 count = metrics["loss"].count if number < passes.counting else 0.0
                 (loss * count).backward()
             finite.append(bool(loss.isfinite()))
+            # With it goes what its graph still has of the pass, before the next one is made.
+            del loss
             if number < passes.counting:
                 mine.add(metrics)
                 weight += count

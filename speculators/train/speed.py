@@ -65,7 +65,7 @@ class _Operations(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's modes are untyped
         self.total = 0
 
     @classmethod

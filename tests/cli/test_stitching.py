@@ -1,6 +1,7 @@
 """stitch: what it writes, and what it refuses with which exit code."""
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -76,7 +77,7 @@ def test_what_cannot_be_stitched_is_1_and_leaves_nothing(
     for arguments, message in (
         ((other, verifier, out), "verifiers have no eagle3 draft of their own that this one could replace; expected"),
         ((trained[0], other, out), f"{other} has no MTP block to replace; expected the verifier"),
-        ((trained[0], tmp_path / "empty", out), "empty"),
+        ((trained[0], tmp_path / "empty", out), "neither model.safetensors nor"),
         ((tmp_path / "empty", verifier, out), "config.json is missing"),
         ((trained[0], verifier, other), f"{other} is there already; give a new folder"),
     ):
@@ -86,3 +87,19 @@ def test_what_cannot_be_stitched_is_1_and_leaves_nothing(
         assert message in error
         assert not out.exists()
     assert run("stitch", trained[0], verifier) == 2
+
+
+def test_a_disk_without_room_is_1_and_leaves_nothing(
+    trained: tuple[Path, dict[str, Tensor]], verifier: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The block's file cannot be copied as a whole; the same command works once there is room."""
+    before = sorted(tmp_path.iterdir())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((verifier / BLOCK).stat().st_size // 2, limits[1]))
+    try:
+        assert run("stitch", trained[0], verifier, tmp_path / "out") == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "File too large" in capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == before
+    assert run("stitch", trained[0], verifier, tmp_path / "out") == 0

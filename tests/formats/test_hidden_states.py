@@ -189,7 +189,7 @@ def test_wrong_options_are_refused_by_name(extra, message) -> None:
 def test_options_of_a_transfer_config() -> None:
     class AsVllmHasIt:
         kv_role = "kv_producer"
-        kv_connector_extra_config = {"num_writer_threads": 2}  # noqa: RUF012
+        kv_connector_extra_config = {"num_writer_threads": 2}  # noqa: RUF012 - as vLLM's own has it
 
     assert parse_transfer_config(AsVllmHasIt()) == HiddenStatesOptions(num_writer_threads=2)
     found = parse_transfer_config({"kv_role": "kv_producer", "kv_connector": "ExampleHiddenStatesConnector"})

@@ -1,5 +1,6 @@
 """Gradient checkpointing and torch.compile: what they compute is what is computed without them, in every family."""
 
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from speculators.errors import TrainingError
 from speculators.models import FAMILIES
 from speculators.models.draft_model import PackedBatch, StepOutput
-from speculators.models.execution import Execution, require_compiler, require_triton
+from speculators.models.execution import Execution, launches_triton, require_compiler, require_triton
 from speculators.models.speculator import Speculator
 from tests.allocations import Allocations
 from tests.models.contract import contract_of
@@ -130,7 +131,14 @@ def test_kernels_of_losses_are_refused_where_triton_runs_none(monkeypatch: pytes
     with pytest.raises(TrainingError, match=message):
         require_triton(cpu, {})
     require_triton(cpu, {"TRITON_INTERPRET": "1"})
-    require_triton(gpu, {})
+    require_triton(gpu, {"CC": sys.executable})
+    with pytest.raises(TrainingError, match=r"'triton' needs a C compiler, and gcc or clang is not on.*train\.losses"):
+        require_triton(gpu, {"PATH": ""})
+    with pytest.raises(TrainingError, match=r"C compiler, and no-such-compiler is not on the PATH.*CC name another"):
+        require_triton(gpu, {"CC": "no-such-compiler"})
+    assert launches_triton(gpu, {"CC": sys.executable})
+    assert not launches_triton(gpu, {"PATH": ""})
+    assert not launches_triton(cpu, {"CC": sys.executable})
     speculator = draft_of("eagle3")
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(TrainingError, match=message):

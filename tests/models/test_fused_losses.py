@@ -1,25 +1,22 @@
-"""Triton's kernels, in its interpreter, against autograd on dense logits; and what chooses between them and torch."""
+"""Triton's kernels, in its interpreter, against autograd on dense logits."""
 
-import logging
+import gc
 import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from speculators.errors import UsageError
-from speculators.models.chunked_loss import RowLosses
-from speculators.models.eagle.objective import EagleObjective
 from speculators.models.execution import Execution
-from speculators.models.loss_choice import LossChoice, LossKind, Measurement
+from speculators.models.loss_choice import LossChoice, LossKind
 from speculators.models.losses import Head, TokenLoss, TokenLosses, data_cross_entropy
 from tests.models.dense_losses import dense, logits_of
 from tests.models.drafts import gradients, pack, verifier_head
@@ -80,6 +77,15 @@ def test_the_datas_cross_entropy_is_torchs(vocab: int, chunk_rows: int, trained:
     torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
     require_equal_gradients(loss, expected, [hidden] + [weight] * trained)
     assert torch.equal(best, logits_of(hidden, draft).argmax(-1))
+
+
+def test_labels_may_be_a_column_of_others() -> None:
+    """Next to each label lies another one, which is not read; one token for all rows lies in memory once."""
+    hidden, weight, *_ = tensors(13)
+    columns = torch.stack((torch.arange(8), torch.arange(8) + 5), 1)
+    for labels in (columns[:, 0], columns[:, 1], torch.tensor([3]).expand(8)):
+        loss, _ = data_cross_entropy(hidden, Head(weight), labels, 3, TRITON)
+        torch.testing.assert_close(loss, F.cross_entropy(hidden @ weight.T, labels, reduction="none"))
 
 
 @pytest.mark.parametrize("vocab", [13, 64])
@@ -261,8 +267,45 @@ def test_no_tensor_of_rows_by_vocabulary_but_the_products(dtype: torch.dtype) ->
         assert large.found == ["mm.default"] * 3
 
 
+class Products(TorchDispatchMode):
+    """Counts products of matrices, and the most of them that lie in memory at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[StorageWeakRef] = []
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mm.default:
+            # Triton's interpreter leaves cycles behind that hold what kernels were given.
+            gc.collect()
+            self.made.append(StorageWeakRef(out.untyped_storage()))
+            self.most = max(self.most, sum(not product.expired() for product in self.made))
+        return out
+
+
+@pytest.mark.parametrize(("name", "together"), [("kl_div", 2), ("ce", 1)])
+def test_products_are_kept_as_long_as_they_are_compared(name: str, together: int) -> None:
+    """Of a verifier whose likeliest token is the label, none lie beside the draft's."""
+    hidden, weight, *_ = tensors(256, 32)
+    with torch.no_grad(), Products() as products:
+        TokenLoss({name: 1.0}, 32, choice=TRITON)(hidden, Head(weight), hidden, Head(weight), torch.arange(32))
+    assert (len(products.made), products.most) == (2, together)
+
+
 # What of an objective's knobs gives every family a loss that has kernels.
 KNOBS = {"eagle": {"loss": {"kl_div": 1.0}}}
+
+
+class Counting(LossChoice):
+    """Says how often it was asked."""
+
+    asked_for = 0
+
+    def is_fused(self, kind: LossKind, run: Callable[[bool], object]) -> bool:
+        self.asked_for += 1
+        return super().is_fused(kind, run)
 
 
 @every_family
@@ -273,10 +316,12 @@ def test_a_training_step_by_triton_is_the_one_by_torch(family: str) -> None:
     for losses in ("torch", "triton"):
         speculator.draft.execute(Execution(losses=losses))
         objective.require_possible(speculator.draft.execution)
+        speculator.draft.loss_choice = choice = Counting(losses)
         torch.manual_seed(0)
         output = objective.step(speculator.draft.train(), batch, verifier_head())
         output.loss.backward()
         results.append((output, gradients(speculator.draft)))
+        assert choice.asked_for > 0
     (plain, expected), (fused, found) = results
     assert plain.metrics["loss"].count > 0
     torch.testing.assert_close(fused.loss, plain.loss, atol=1e-5, rtol=1e-5)
@@ -286,114 +331,6 @@ def test_a_training_step_by_triton_is_the_one_by_torch(family: str) -> None:
     assert found.keys() == expected.keys()
     for name, gradient in found.items():
         torch.testing.assert_close(gradient, expected[name], atol=1e-5, rtol=1e-4, msg=name)
-
-
-@pytest.mark.parametrize(
-    ("weights", "name"),
-    [
-        ({"js": 1.0}, "1.0 js"),
-        ({"kl_div": 0.5}, "0.5 kl_div"),
-        ({"kl_div": 1.0, "ce": 1.0}, r"1.0 kl_div \+ 1.0 ce"),
-        ({"ce": 1.0}, "1.0 ce"),
-    ],
-)
-def test_kernels_asked_for_a_loss_without_one_are_refused(weights: dict[str, float], name: str) -> None:
-    """With the total variation, which the kernel of labels cannot tell."""
-    message = f"the loss {name} has no Triton kernel; .*train.losses"
-    with pytest.raises(UsageError, match=message):
-        TokenLoss(weights, with_total_variation=True, choice=TRITON)
-    for asked in ("auto", "torch"):
-        assert TokenLoss(weights, with_total_variation=True, choice=LossChoice(asked)).fused is None
-
-
-def test_an_objective_says_so_before_its_first_step() -> None:
-    with pytest.raises(UsageError, match=r"0\.1 soft_ce has no Triton kernel"):
-        EagleObjective().require_possible(Execution(losses="triton"))
-    mixed = objective_of("dflash", loss={"kl_div": 1.0, "ce": 1.0}, position_weights="dpace")
-    with pytest.raises(UsageError, match=r"1\.0 ce has no Triton kernel"):
-        mixed.require_possible(Execution(losses="triton"))
-    apart = objective_of("dflash", loss={"kl_div": 0.5}, position_weights="dpace")
-    apart.require_possible(Execution(losses="triton"))
-    for family in ("medusa", "mlp_speculator", "mtp", "eagle3", "peagle", "dflash", "dflash2", "dspark"):
-        objective_of(family).require_possible(Execution(losses="triton"))
-
-
-def test_kernels_compute_in_float32_alone() -> None:
-    hidden, weight, *_ = (tensor.double() for tensor in tensors(13))
-    with pytest.raises(UsageError, match=r"'triton' of torch\.float64; its kernels compute in float32"):
-        data_cross_entropy(hidden, Head(weight), ROWS, choice=TRITON)
-
-
-def test_auto_keeps_what_is_measured_to_be_faster_on_a_gpu(caplog: pytest.LogCaptureFixture) -> None:
-    """Each kind once; the stopwatch here runs what it is given, and says what the test wants to hear."""
-    times, runs = iter([3.0, 1.0, 1.0, 3.0]), []
-
-    def stopwatch(run: Callable[[], object]) -> float:
-        run()
-        return next(times)
-
-    caplog.set_level(logging.INFO)
-    choice = LossChoice("auto", stopwatch)
-    kind = LossKind("kl_div", torch.device("cuda"), torch.bfloat16, 150_000)
-    assert [choice.is_fused(kind, runs.append) for _ in range(3)] == [True] * 3
-    assert runs == [False, True]
-    other = replace(kind, vocabulary=100)
-    assert [choice.is_fused(other, runs.append) for _ in range(2)] == [False, False]
-    assert choice.is_fused(kind, runs.append)
-    assert len(runs) == 4
-    expected = Measurement("kl_div", 150_000, "bfloat16", 3.0, 1.0), Measurement("kl_div", 100, "bfloat16", 1.0, 3.0)
-    assert choice.news() == list(expected)
-    assert choice.news() == []
-    assert (
-        "kl_div over 150000 tokens in bfloat16 takes 3.000 ms by torch and 1.000 ms by Triton; taken: triton"
-        in (caplog.messages[0])
-    )
-    assert caplog.messages[1].endswith("taken: torch")
-
-
-def test_nothing_is_measured_where_there_is_no_choice() -> None:
-    def never(run: Callable[..., object]) -> float:
-        raise AssertionError
-
-    gpu = LossKind("kl_div", torch.device("cuda"), torch.bfloat16, 100)
-    assert not LossChoice("auto", never).is_fused(replace(gpu, device=torch.device("cpu")), never)
-    assert not LossChoice("auto", never).is_fused(replace(gpu, dtype=torch.float64), never)
-    assert not LossChoice("torch", never).is_fused(gpu, never)
-    assert LossChoice("triton", never).is_fused(gpu, never)
-    # Without a choice to remember it, a measurement would be made at every call.
-    assert TokenLoss({"kl_div": 1.0}).choice.asked == "torch"
-    hidden, weight, *_ = tensors(13)
-    made = TokenLoss({"kl_div": 1.0}, choice=LossChoice("auto", never))
-    made(hidden, Head(weight), hidden, Head(weight), torch.arange(8))
-
-
-class Sampling(LossChoice):
-    """Takes torch's operations after it has seen both do the sample of the work."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[LossKind, RowLosses, RowLosses]] = []
-
-    def is_fused(self, kind: LossKind, run: Callable[[bool], Any]) -> bool:
-        self.seen.append((kind, run(False), run(True)))
-        return False
-
-
-def test_what_is_measured_is_the_first_chunk_with_its_gradient() -> None:
-    hidden, weight, teacher_hidden, teacher_weight = tensors(13)
-    arguments = hidden.requires_grad_(), Head(weight, 1.3), teacher_hidden, Head(teacher_weight), ROWS
-    choice = Sampling()
-    found = TokenLoss({"kl_div": 1.0}, 2, with_total_variation=True, choice=choice)(*arguments)
-    expected = TokenLoss({"kl_div": 1.0}, 2, with_total_variation=True)(*arguments)
-    assert torch.equal(found.loss, expected.loss)
-    ((kind, plain, fused),) = choice.seen
-    assert kind == LossKind("kl_div", torch.device("cpu"), torch.float32, 13)
-    # Five verifier rows are compared with something; the first chunk has one of them, with one draft row.
-    first = ROWS == 0
-    torch.testing.assert_close(plain.loss_R, expected.loss[first].detach())
-    for one, other in ((plain.loss_R, fused.loss_R), (plain.gradient_RD, fused.gradient_RD)):
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
-    assert plain.found.keys() == fused.found.keys() == {"draft_argmax", "verifier_argmax", "total_variation"}
 
 
 def test_kernels_compile_for_gpus(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
 import math
+import pickle
+from collections.abc import Callable
+from copy import deepcopy
 
 import pytest
 import torch
@@ -90,6 +93,17 @@ def test_packed_linears_give_the_product_rounded_once(rows: int) -> None:
     for out, expected in zip(found, exact, strict=True):
         # Half a unit of bfloat16's last of 8 bits, and float32's error in the sum.
         torch.testing.assert_close(out.double(), expected, rtol=2**-8, atol=1e-5)
+
+
+@pytest.mark.parametrize("copied", [deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_packed_linears_has_their_weights_alone(copied: Callable[[nn.Module], nn.Module]) -> None:
+    model, x = frozen_pair(torch.bfloat16), torch.randn(200, 96).bfloat16()
+    pack_linears(model, 2**20)
+    copy = copied(model)
+    assert [type(child) for child in copy] == [SkinnyLinear, SkinnyLinear]
+    assert copy.state_dict().keys() == model.state_dict().keys()
+    with torch.inference_mode():
+        torch.testing.assert_close(copy(x), model(x), rtol=2**-7, atol=2**-7)
 
 
 def test_linears_are_packed_whole_and_frozen_and_in_memory_that_is_there() -> None:

@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,28 @@ def tensors(dtype: torch.dtype = torch.float32, vocab: int = 13) -> tuple[Tensor
     generator = torch.Generator().manual_seed(3)
     shapes = [(len(ROWS), 5), (vocab, 5), (7, 5), (vocab, 5)]
     return tuple(torch.randn(*shape, generator=generator, dtype=dtype) for shape in shapes)
+
+
+class Products(TorchDispatchMode):
+    """Counts products of matrices, as the operations that they come to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("weights", MIXTURES, ids=MIXTURE_IDS)
+def test_no_gradient_is_made_where_none_is_wanted(weights: dict[str, float]) -> None:
+    """Both sides' logits are all the products there are; a softcap's gradient would need the draft's once more."""
+    hidden, weight, teacher_hidden, teacher_weight = tensors()
+    draft, teacher = Head(weight, softcap=5.0), Head(teacher_weight)
+    with torch.no_grad(), Products() as products:
+        TokenLoss(weights)(hidden, draft, teacher_hidden, teacher, ROWS)
+    assert products.count == 2
 
 
 def test_every_term_has_a_definition_here() -> None:

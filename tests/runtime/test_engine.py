@@ -86,7 +86,7 @@ def test_drafts_of_the_verifier_itself_are_all_accepted(tiny_verifier: Path) -> 
         known = (plain + [0] * num_tokens)[done : done + num_tokens]
         return Proposal(torch.tensor([known]), torch.tensor([num_tokens]))
 
-    engine.proposer.propose = know  # type: ignore[union-attr,method-assign,assignment]
+    engine.proposer.propose = know
     output = llm.generate(PROMPTS[0], params, use_tqdm=False)[0].outputs[0]
     assert output.token_ids == plain
     # 1 token before the first draft, then three steps of four tokens.

@@ -153,7 +153,7 @@ def test_a_speculator_is_not_what_states_are_extracted_from(tiny_speculator: Pat
 def test_requests_that_cannot_be_honoured_are_named(tiny_verifier: Path, tmp_path: Path) -> None:
     for args in ({"kv_transfer_params": 1}, {"other": 1}, ["kv_transfer_params"]):
         with pytest.raises(RequestError, match="extra_args"):
-            SamplingParams(extra_args=args)  # type: ignore[arg-type]
+            SamplingParams(extra_args=args)
     with pytest.raises(RequestError, match="unknown key 'path'; known: hidden_states_path, include_output_tokens"):
         wanting(path="x")
     with pytest.raises(RequestError, match="include_output_tokens='yes': expected bool"):

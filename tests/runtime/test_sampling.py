@@ -77,7 +77,7 @@ def test_probabilities_match_the_definition(temperature: float, top_k: int, top_
 )
 def test_bad_values_are_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(RequestError, match=name):
-        SamplingParams(**{name: value})  # type: ignore[arg-type]
+        SamplingParams(**{name: value})
 
 
 def test_streams_are_independent_and_repeatable() -> None:

@@ -1,5 +1,6 @@
 """The options that say how a step is carried out: they reach the draft, and a run with them learns the same."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,10 @@ def test_losses_by_triton_learn_the_same_within_rounding(tiny_verifier: Path, tm
             assert fused[name] == pytest.approx(plain[name], rel=1e-5, abs=1e-5), name
 
 
-def test_what_was_measured_is_in_the_log_once(tiny_verifier: Path, tmp_path: Path) -> None:
+def test_what_was_measured_is_in_the_log_once(
+    tiny_verifier: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", sys.executable)
     run = TrainingRun(make_task(tiny_verifier), TrainConfig(**SETTINGS), tmp_path, False)
     milliseconds = iter([2.0, 1.5])
     choice = LossChoice("auto", lambda measured: next(milliseconds))

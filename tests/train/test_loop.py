@@ -2,6 +2,7 @@ import math
 import signal
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -185,6 +186,23 @@ def test_row_28_simulated_acceptance_chooses_the_checkpoint_where_nothing_is_dec
     assert (tmp_path / "checkpoints" / "best-loss").resolve().name == f"step-{found[2]['step']}"
     chosen = load_file(result.chosen.path / "parameters.safetensors")
     assert_same_bits(weights(task.draft), chosen)
+
+
+def test_nothing_of_a_pass_lies_beside_the_next_one(tiny_verifier: Path, tmp_path: Path) -> None:
+    """The loss's graph has more than what autograd saved: the verifier's states and head, among others."""
+    made: list[ref[torch.Tensor]] = []
+
+    class Watched(FAMILIES["eagle3"].objective):
+        def step(self, draft: Any, batch: PackedBatch, verifier_head: Any) -> StepOutput:
+            assert [loss() for loss in made] == [None] * len(made)
+            output = super().step(draft, batch, verifier_head)
+            made.append(ref(output.loss))
+            return output
+
+    task = make_task(tiny_verifier)
+    task.objective = Watched()
+    train(task, config(accumulation=2, max_steps=1), tmp_path)
+    assert len(made) == 2
 
 
 def test_measuring_does_not_change_what_is_learnt(tiny_verifier: Path, tmp_path: Path) -> None:

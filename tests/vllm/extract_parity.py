@@ -45,8 +45,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.extract.rows import EXACT, prepare_rows  # noqa: E402
-from tests.tiny_models import make_tokenizer, make_verifier  # noqa: E402
+from tests.extract.rows import EXACT, prepare_rows  # noqa: E402 - found by the path above
+from tests.tiny_models import make_tokenizer, make_verifier  # noqa: E402 - found by the path above
 
 TOLERANCE, WAIT_SECONDS, BLOCK, LENGTH = 1e-5, 60.0, 32, 256
 CONNECTOR = "SpeculatorsHiddenStatesConnector"

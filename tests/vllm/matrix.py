@@ -24,8 +24,8 @@ from speculators.models.speculator import Speculator
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent.parent))
 
-from tests.vllm.compare import compare, passes, read_prompts  # noqa: E402
-from tests.vllm.tiny_speculator import Choice, learn, make_lesson  # noqa: E402
+from tests.vllm.compare import compare, passes, read_prompts  # noqa: E402 - found by the path above
+from tests.vllm.tiny_speculator import Choice, learn, make_lesson  # noqa: E402 - found by the path above
 
 REDUCED, MASK = 256, 383
 _BLOCKS = {"num_layers": 2, "block_size": 4, "mask_token_id": MASK}

@@ -159,7 +159,7 @@ def block_attention(
     asked = block[1].dtype
     dtype = torch.promote_types(asked, torch.float32) if block[1].device.type == "cpu" else asked
     tensors = [tensor.to(dtype) for tensor in (q_ASQD, *block, *context)]
-    out: Tensor = _BlockAttention.apply(*tensors, plan, scale)  # type: ignore[no-untyped-call]
+    out: Tensor = _BlockAttention.apply(*tensors, plan, scale)  # type: ignore[no-untyped-call]  # torch's apply is untyped
     return out.to(asked)
 
 

@@ -195,7 +195,10 @@ def label_losses(product_RD: Tensor, head: Head, label_R: Tensor, differentiable
     loss_R, best_R = _floats(product_RD), _indices(product_RD)
     with torch.cuda.device_of(product_RD):
         _label_kernel[(len(product_RD),)](
-            *_row_arguments(product_RD, head), label_R, loss_R, best_R, differentiable, **_launch(product_RD)
+            *_row_arguments(product_RD, head),
+            # Kernels know no stride of what has one value a row.
+            *(label_R.contiguous(), loss_R, best_R, differentiable),
+            **_launch(product_RD),
         )
     return loss_R, best_R
 

@@ -63,7 +63,7 @@ class MedusaModel(DraftModel):
         self.token_map: Tensor | None
         reduced = drafted < config.vocab_size
         self.register_buffer("token_map", torch.arange(drafted) if reduced else None)
-        self.register_load_state_dict_pre_hook(_check_token_map)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_check_token_map)  # type: ignore[no-untyped-call]  # torch's is untyped
 
     @property
     def verifier_ids_D(self) -> Tensor | None:

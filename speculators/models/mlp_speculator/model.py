@@ -57,7 +57,7 @@ class MlpSpeculatorModel(DraftModel):
         self.head = nn.ModuleList(SkinnyLinear(inner, vocab, bias=False) for _ in range(steps))
         state_weight = 0.5 ** (0.5 / config.n_predict)
         self.token_scale = sqrt((1 - state_weight**2) * inner / 2) / state_weight
-        self.register_load_state_dict_pre_hook(_drop_copies)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_drop_copies)  # type: ignore[no-untyped-call]  # torch's is untyped
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Draw embeddings and matrices from N(0, 1/inner); norms start with gain 1 and bias 0."""

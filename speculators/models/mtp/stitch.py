@@ -42,6 +42,15 @@ def stitch(config: MtpConfig, tensors: Mapping[str, Tensor], verifier: Path, dir
     staging = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
+    try:
+        _write_copy(native, headers, verifier, staging)
+        staging.rename(directory)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    flush_folder(directory.parent)
+
+
+def _write_copy(native: dict[str, Tensor], headers: dict[str, TensorHeader], verifier: Path, staging: Path) -> None:
     changed = {headers[name].file.name for name in native}
     for file in sorted(path for path in verifier.iterdir() if path.is_file()):
         _link_or_copy(file, staging / file.name, link=file.name not in changed)
@@ -49,8 +58,7 @@ def stitch(config: MtpConfig, tensors: Mapping[str, Tensor], verifier: Path, dir
         _overwrite(staging / headers[name].file.name, headers[name], tensor)
     for file_name in sorted(changed):
         flush(staging / file_name)
-    staging.rename(directory)
-    flush_folder(directory.parent)
+    flush_folder(staging)
 
 
 def _require_alike(native: dict[str, Tensor], headers: dict[str, TensorHeader], verifier: Path) -> None:
