@@ -6,7 +6,6 @@ Shape suffixes: `...` any leading dimensions, Q query heads, N key heads, D head
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +17,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from speculators.errors import FormatError
 from speculators.formats.decoder import DecoderConfig
 from speculators.models.compiling import compilable
-from speculators.models.hardware import multiplies_bfloat16, padded_rows, with_padded_rows
+from speculators.models.hardware import padded_rows, with_padded_rows
 
 # Rope types whose table does not depend on the length of the sequence, so that a token's rotation never changes.
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-_SKINNY_ROWS = range(1, 129)
-_PACKED_ROWS = 2048  # of a usual product: oneDNN's layout depends on their order of magnitude
+SKINNY_ROWS = range(1, 129)
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002 - as F.linear has it
@@ -52,7 +50,7 @@ class SkinnyLinear(nn.Linear):
         rows = input.numel() // self.in_features
         if (
             torch.is_grad_enabled()
-            or rows not in _SKINNY_ROWS
+            or rows not in SKINNY_ROWS
             or input.dtype != torch.float32
             or self.weight.dtype != torch.float32
             or input.device.type != "cpu"
@@ -65,55 +63,6 @@ class SkinnyLinear(nn.Linear):
         # Some callers view the result, as that of any linear layer.
         contiguous: Tensor = out.contiguous()
         return contiguous.view(*input.shape[:-1], self.out_features)
-
-
-class PackedLinear(SkinnyLinear):
-    """A frozen bfloat16 linear layer on a CPU with a copy of its weight as oneDNN multiplies by it.
-
-    Without that, oneDNN puts the weight in order anew in each product. What has few rows or a gradient, or lies
-    elsewhere, goes by the weight itself. A layer that is copied or pickled is a `SkinnyLinear` there.
-    """
-
-    packed: Tensor
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as nn.Linear has it
-        """[..., in] -> [..., out]."""
-        rows = input.numel() // self.in_features
-        packable = input.dtype == torch.bfloat16 and input.device.type == "cpu"
-        if rows in _SKINNY_ROWS or torch.is_grad_enabled() or not packable:
-            return super().forward(input)
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(input, self.packed, self.bias, "none", [], "")
-        return out
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # An opaque layout has no storage that could be copied.
-        state = {name: value for name, value in self.__dict__.items() if name != "packed"}
-        return object.__new__, (SkinnyLinear,), state
-
-
-def pack_linears(module: nn.Module, most_bytes: int) -> bool:
-    """Turn every `SkinnyLinear` inside `module` into a `PackedLinear`, in place; weights and names stay.
-
-    False, and nothing is changed, where the processor or torch has no such products, a weight is not bfloat16, or the
-    copies would take more than `most_bytes`.
-    """
-    children = [child for child in module.modules() if type(child) is SkinnyLinear]
-    weights = [child.weight for child in children]
-    fit = sum(weight.nbytes for weight in weights) <= most_bytes
-    if not fit or not all(_packable(weight) for weight in weights):
-        return False
-    for child in children:
-        # No buffer: its opaque layout is neither saved nor moved with the module.
-        packed = torch.ops.mkldnn._reorder_linear_weight(child.weight.detach(), _PACKED_ROWS)
-        object.__setattr__(child, "packed", packed)
-        child.__class__ = PackedLinear
-    return True
-
-
-def _packable(weight: Tensor) -> bool:
-    known = all(hasattr(torch.ops.mkldnn, name) for name in ("_linear_pointwise", "_reorder_linear_weight"))
-    frozen = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and not weight.requires_grad
-    return known and frozen and multiplies_bfloat16(weight.device)
 
 
 def use_skinny_linears(module: nn.Module) -> None:

@@ -28,7 +28,8 @@ from speculators.models.attention_interface import ATTENTION_NAME, SlotKeyValues
 from speculators.models.branches import Branches
 from speculators.models.cache import SlotCache, SlotWrite
 from speculators.models.hardware import multiplies_bfloat16, padded_rows
-from speculators.models.layers import STATIC_ROPE_TYPES, pack_linears, use_skinny_linears
+from speculators.models.layers import STATIC_ROPE_TYPES, use_skinny_linears
+from speculators.models.packed import pack_linears
 
 # Kinds of layers that carry a state from token to token beside, or instead of, keys and values.
 _RECURRENT_LAYERS = frozenset({"linear_attention", "mamba", "conv", "recurrent"})

@@ -1,7 +1,4 @@
 import math
-import pickle
-from collections.abc import Callable
-from copy import deepcopy
 
 import pytest
 import torch
@@ -13,14 +10,11 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from speculators.formats.decoder import DecoderConfig
 from speculators.models.attention import packed_attention, plan_blocks
-from speculators.models.hardware import multiplies_bfloat16
 from speculators.models.layers import (
     DecoderLayer,
-    PackedLinear,
     RMSNorm,
     RotaryTable,
     SkinnyLinear,
-    pack_linears,
     rotate,
     use_skinny_linears,
 )
@@ -71,51 +65,6 @@ def test_skinny_linear_is_linear(shape: tuple[int, ...], bias: bool) -> None:
     x.requires_grad_()
     layer.float()(x).sum().backward()
     torch.testing.assert_close(x.grad, layer.weight.sum(0).expand(x.shape))
-
-
-def frozen_pair(dtype: torch.dtype) -> nn.Sequential:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(96, 160, bias=True), nn.Linear(160, 40, bias=False)).to(dtype).requires_grad_(False)
-    use_skinny_linears(model)
-    return model
-
-
-@pytest.mark.parametrize("rows", [1, 128, 129, 700])
-def test_packed_linears_give_the_product_rounded_once(rows: int) -> None:
-    model = frozen_pair(torch.bfloat16)
-    names, x = list(model.state_dict()), torch.randn(2, rows, 96).bfloat16()
-    exact = [x.double() @ model[0].weight.double().T + model[0].bias.double()]
-    exact.append(exact[0].bfloat16().double() @ model[1].weight.double().T)
-    assert pack_linears(model, 2**20) == multiplies_bfloat16(torch.device("cpu"))
-    assert list(model.state_dict()) == names
-    with torch.inference_mode():
-        found = [model[0](x), model[1](exact[0].bfloat16())]
-    for out, expected in zip(found, exact, strict=True):
-        # Half a unit of bfloat16's last of 8 bits, and float32's error in the sum.
-        torch.testing.assert_close(out.double(), expected, rtol=2**-8, atol=1e-5)
-
-
-@pytest.mark.parametrize("copied", [deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_of_packed_linears_has_their_weights_alone(copied: Callable[[nn.Module], nn.Module]) -> None:
-    model, x = frozen_pair(torch.bfloat16), torch.randn(200, 96).bfloat16()
-    pack_linears(model, 2**20)
-    copy = copied(model)
-    assert [type(child) for child in copy] == [SkinnyLinear, SkinnyLinear]
-    assert copy.state_dict().keys() == model.state_dict().keys()
-    with torch.inference_mode():
-        torch.testing.assert_close(copy(x), model(x), rtol=2**-7, atol=2**-7)
-
-
-def test_linears_are_packed_whole_and_frozen_and_in_memory_that_is_there() -> None:
-    trained = frozen_pair(torch.bfloat16)
-    trained[1].requires_grad_(True)
-    for model, most in (
-        (frozen_pair(torch.float32), 2**20),
-        (frozen_pair(torch.bfloat16), 2 * 96 * 160),
-        (trained, 2**20),
-    ):
-        assert not pack_linears(model, most)
-        assert not any(isinstance(child, PackedLinear) for child in model.modules())
 
 
 def test_plain_linears_become_skinny_in_place() -> None:
