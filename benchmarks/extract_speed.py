@@ -35,7 +35,6 @@ from speculators.extract.run import PrepareOptions, prepare
 from speculators.extract.store import StoreIdentity, StoreWriter
 from speculators.extract.vllm_engine import VllmOptions, VllmSource
 from speculators.formats.files import write_text
-from speculators.models.memory import ask_for_huge_pages
 from speculators.runtime.verifier import Verifier
 
 
@@ -138,7 +137,6 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """All figures of a run: medians over the rounds, ratios within each."""
     global clock
     clock = CLOCKS[arguments.clock]
-    ask_for_huge_pages()  # as the command does
     verifier = Verifier.from_pretrained(arguments.verifier, dtype=arguments.dtype)
     bare = BareForward(arguments.verifier, verifier.dtype, verifier.device)
     layers = tuple(int(one) for one in arguments.layers.split(","))

@@ -86,9 +86,7 @@ def extract(
     from speculators.extract.sourcing import ExtractOptions, SourceName, launched_device, launched_share
     from speculators.extract.verify import verify_store
     from speculators.extract.vllm_engine import VllmOptions
-    from speculators.models.memory import ask_for_huge_pages
 
-    ask_for_huge_pages()
     if output is None:
         raise UsageError("--out is missing: the store to write, or to verify")
     if verify:

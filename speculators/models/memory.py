@@ -27,15 +27,6 @@ def keep_freed_memory() -> bool:
     return all(mallopt(option, value) == 1 for option, value in options.items())
 
 
-def ask_for_huge_pages() -> None:
-    """Let torch ask the system for huge pages for what it allocates from now on, if it has not allocated yet.
-
-    Tensors of two megabytes and more then begin where such a page does. Long passes are a little faster by it, and take
-    a little more memory. The user's own THP_MEM_ALLOC_ENABLE is left as it is.
-    """
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-
-
 def free_bytes(groups: Path = Path("/sys/fs/cgroup")) -> int:
     """Memory that nothing has taken, of the machine's and of a container's; 0 where the system does not tell.
 

@@ -50,28 +50,3 @@ def test_a_container_has_no_more_room_than_its_limit(limit: str, taken: str, tmp
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for none in ("max", str(2**63 - 4096)):
         assert 1_000_000 < free(none, "400000") <= physical
-
-
-HUGE_PAGES = """
-import os, torch
-from speculators.models.memory import ask_for_huge_pages
-ask_for_huge_pages()
-torch.ones(8 << 20)
-kept = torch.ones(8 << 20)
-print(sum(int(line.split()[1]) for line in open("/proc/self/smaps_rollup") if line.startswith("AnonHugePages")))
-"""
-
-
-@pytest.mark.parametrize("wanted", [None, "0"])
-def test_huge_pages_are_asked_for_unless_the_user_says_otherwise(wanted: str | None) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
-    if wanted is not None:
-        environment["THP_MEM_ALLOC_ENABLE"] = wanted
-    run = subprocess.run(
-        [sys.executable, "-c", HUGE_PAGES], check=True, capture_output=True, text=True, env=environment
-    )
-    modes = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    mode = modes.read_text() if modes.exists() else "[never]"
-    # The tensor has 32 MiB; with mode "always" the system gives them unasked.
-    granted = "[always]" in mode or ("[madvise]" in mode and wanted is None)
-    assert (int(run.stdout) > 16 << 10) == granted
