@@ -114,7 +114,7 @@ class Work:
             return in_turn(
                 (
                     lambda: [bare.run(self.rows, batch) for batch in self.batches],
-                    lambda: [source.states(some, lambda *_: None) for some in shards],
+                    lambda: [begun.result() for begun in [source.begin(some, lambda *_: None) for some in shards]],
                     lambda: fill_store(source, self.data, writer, progress=False),
                 ),
                 turn,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -38,6 +39,40 @@ class StatesSource(Protocol):
         ...
 
 
+class Begun(Protocol):
+    """States that are being made."""
+
+    def result(self) -> list[Tensor | RowFault]:
+        """Wait for the states of each row."""
+        ...
+
+    def cancel(self) -> None:
+        """Give up what is not done yet; also after `result`, and more than once."""
+        ...
+
+
+@runtime_checkable
+class AheadSource(StatesSource, Protocol):
+    """A source that makes states while those of rows begun before are used."""
+
+    def begin(self, rows: Sequence[Tensor], advance: Advance) -> Begun:
+        """Go on with these rows when those begun before are done."""
+        ...
+
+
+class _OnDemand:
+    """What a source that makes nothing ahead has begun: nothing."""
+
+    def __init__(self, source: StatesSource, rows: Sequence[Tensor], advance: Advance) -> None:
+        self._source, self._rows, self._advance = source, rows, advance
+
+    def result(self) -> list[Tensor | RowFault]:
+        return self._source.states(self._rows, self._advance)
+
+    def cancel(self) -> None:
+        return
+
+
 @dataclass
 class FillResult:
     """Rows of a run: those that were there before, done now, skipped on wish, and failed, with the first reasons."""
@@ -64,15 +99,18 @@ def fill_store(
 
     ServerError, with the counts so far, where a source does not answer any more. A row without states, or with NaN or
     infinite ones, keeps its shard from being written, and StoreError at the end names it; with `skip_failed` the shard
-    is written and the row is left out when the store is read. At most two shards are in memory.
+    is written and the row is left out when the store is read. At most two shards are in memory, three where the source
+    makes states ahead.
     """
     result = FillResult(before=writer.num_rows_done)
-    with RowProgress("extract", writer.num_rows, done=result.before, enabled=progress) as bar, _disk() as write:
-        for shard in writer.missing:
-            rows = [prepared[row] for row in range(shard.first, shard.last)]
-            ids, masks = [row[0] for row in rows], [row[1] for row in rows]
+    with (
+        RowProgress("extract", writer.num_rows, done=result.before, enabled=progress) as bar,
+        _disk() as write,
+        closing(_each_begun(source, prepared, writer.missing, bar.advance)) as each,
+    ):
+        for shard, ids, masks, begun in each:
             try:
-                found = [checked(one, writer.dtype) for one in source.states(ids, bar.advance)]
+                found = [checked(one, writer.dtype) for one in begun.result()]
             except ServerError as error:
                 raise ServerError(f"{writer.directory}: {result}; run it again to go on. {error}") from error
             faults = {place: one for place, one in enumerate(found) if isinstance(one, RowFault)}
@@ -88,6 +126,28 @@ def fill_store(
             "to leave out those without states"
         )
     return result
+
+
+def _each_begun(
+    source: StatesSource, prepared: PreparedData, shards: Iterable[Shard], advance: Advance
+) -> Generator[tuple[Shard, list[Tensor], list[Tensor], Begun], None, None]:
+    """Each shard with the ids and masks of its rows, and their states, when those of the next are begun, too."""
+    waiting: deque[tuple[Shard, list[Tensor], list[Tensor], Begun]] = deque()
+    try:
+        for shard in shards:
+            rows = [prepared[row] for row in range(shard.first, shard.last)]
+            ids, masks = [row[0] for row in rows], [row[1] for row in rows]
+            begun = source.begin(ids, advance) if isinstance(source, AheadSource) else _OnDemand(source, ids, advance)
+            waiting.append((shard, ids, masks, begun))
+            if len(waiting) > 1:
+                yield waiting[0]
+                waiting.popleft()
+        while waiting:
+            yield waiting[0]
+            waiting.popleft()
+    finally:
+        for *_, begun in waiting:
+            begun.cancel()
 
 
 def _count(result: FillResult, shard: Shard, faults: dict[int, RowFault], skip_failed: bool) -> None:

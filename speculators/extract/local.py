@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
 
 import torch
@@ -38,43 +37,94 @@ class LocalSource:
             verifier.pack_weights(free_bytes() // 4)
         self._verifier, self._batch_tokens = verifier, batch_tokens
         self._layer_ids, self._dtype = identity.layer_ids, DTYPES[identity.dtype]
+        self._pool: ThreadPoolExecutor | None = None
+        self._joined = self._cores = 0
 
     def states(self, rows: Sequence[Tensor], advance: Advance) -> list[Tensor | RowFault]:
         """States of each row, on the CPU."""
-        found: list[Tensor | RowFault] = [torch.empty(0)] * len(rows)
+        return self.begin(rows, advance).result()
+
+    def begin(self, rows: Sequence[Tensor], advance: Advance) -> _Passes:
+        """Hand rows to the cores, behind those that were begun before; `result()` waits for their states.
+
+        An accelerator, or a single core, does its work when the result is asked for.
+        """
         workers = self._workers()
         batches = batches_by_length([len(row) for row in rows], self._batch_tokens, workers=workers)
-        with closing(self._captured(rows, batches, workers)) as passes:
-            for batch, captured in zip(batches, passes, strict=True):
-                for i, states_TLH in zip(batch, captured, strict=True):
-                    found[i] = states_TLH
-                advance(len(batch), sum(len(rows[i]) for i in batch))
-        return found
+        return _Passes(self, rows, batches, advance, parted=workers > 1 and len(batches) > 1)
+
+    def capture(self, rows: Sequence[Tensor]) -> list[Tensor]:
+        """States of rows in one pass."""
+        captured = self._verifier.capture([row.tolist() for row in rows], self._layer_ids)
+        return [states_TLH.to("cpu", self._dtype) for states_TLH in captured]
+
+    def join(self) -> ThreadPoolExecutor:
+        """The threads, one a core, that work for all passes begun; each must `leave`."""
+        if self._pool is None:
+            workers = self._workers()
+            self._cores = torch.get_num_threads()
+            self._pool = ThreadPoolExecutor(workers, "extract", torch.set_num_threads, (self._cores // workers,))
+        self._joined += 1
+        return self._pool
+
+    def leave(self) -> None:
+        """End the threads where nothing else is begun."""
+        self._joined -= 1
+        if not self._joined and self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+            self._pool = None
+            torch.set_num_threads(self._cores)  # what a worker sets holds for some libraries everywhere
 
     def _workers(self) -> int:
         """Passes at a time: on a CPU each core has one of its own, and waits for no other core."""
         apart = self._verifier.device.type == "cpu" and self._verifier.reentrant
-        return min(torch.get_num_threads(), _MAX_PASSES) if apart else 1
+        cores = torch.get_num_threads() if self._pool is None else self._cores
+        return min(cores, _MAX_PASSES) if apart else 1
 
-    def _captured(
-        self, rows: Sequence[Tensor], batches: Sequence[Sequence[int]], workers: int
-    ) -> Generator[list[Tensor], None, None]:
-        """The states of each batch, in order."""
 
-        def capture(batch: Sequence[int]) -> list[Tensor]:
-            captured = self._verifier.capture([rows[i].tolist() for i in batch], self._layer_ids)
-            return [states_TLH.to("cpu", self._dtype) for states_TLH in captured]
+class _Passes:
+    """Rows in batches, each of which is a pass; several threads work on them where they are `parted`."""
 
-        if workers == 1 or len(batches) == 1:
-            yield from map(capture, batches)
-            return
-        cores = torch.get_num_threads()
-        pool = ThreadPoolExecutor(workers, "extract", torch.set_num_threads, (cores // workers,))
+    def __init__(
+        self,
+        source: LocalSource,
+        rows: Sequence[Tensor],
+        batches: Sequence[Sequence[int]],
+        advance: Advance,
+        *,
+        parted: bool,
+    ) -> None:
+        self._source, self._rows, self._batches, self._advance = source, rows, batches, advance
+        self._futures: list[Future[list[Tensor]]] = []
+        self._joined = parted
+        if parted:
+            pool = source.join()
+            self._futures = [pool.submit(source.capture, self._of(batch)) for batch in batches]
+
+    def result(self) -> list[Tensor | RowFault]:
+        """States of each row."""
+        found: list[Tensor | RowFault] = [torch.empty(0)] * len(self._rows)
         try:
-            yield from pool.map(capture, batches)
+            for number, batch in enumerate(self._batches):
+                of_batch = self._futures[number].result() if self._futures else self._source.capture(self._of(batch))
+                for i, states_TLH in zip(batch, of_batch, strict=True):
+                    found[i] = states_TLH
+                self._advance(len(batch), sum(len(self._rows[i]) for i in batch))
         finally:
-            pool.shutdown(cancel_futures=True)
-            torch.set_num_threads(cores)  # what a worker sets holds for some libraries everywhere
+            self.cancel()
+        return found
+
+    def cancel(self) -> None:
+        """Let what no thread has taken up be; waits for the passes under way where they are the last."""
+        for future in self._futures:
+            future.cancel()
+        self._futures = []
+        if self._joined:
+            self._joined = False
+            self._source.leave()
+
+    def _of(self, batch: Sequence[int]) -> list[Tensor]:
+        return [self._rows[i] for i in batch]
 
 
 def extract_rows(

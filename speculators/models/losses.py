@@ -192,7 +192,8 @@ class _Verifier:
 
     def __init__(self, logits_SD: Tensor, best_S: Tensor, loss: TokenLoss) -> None:
         self.loss, self.best_S = loss, best_S
-        self.by_label, self.by_divergence = loss.fused == "ce", loss.fused == "kl_div"
+        self.by_label, self.by_divergence = loss.weights == {"ce": 1.0}, loss.weights == {"kl_div": 1.0}
+        self.reported_p_SD: Tensor | None = None
         if self.by_divergence:
             # With b the likeliest token, log softmax(x) is x - x[b] + log softmax(x)[b]: no logarithm is taken a token.
             best_S1 = best_S[:, None]
@@ -202,6 +203,8 @@ class _Verifier:
             self.below_best_S1 = logits_SD.mul_(self.p_SD).sum(-1, keepdim=True) - max_S1
         elif not self.by_label:
             self.log_p_SD = logits_SD.log_softmax(-1)
+        elif loss.with_total_variation:
+            self.reported_p_SD = torch.softmax(logits_SD, -1, out=logits_SD)
 
     def rows(self, index_R: Tensor, rows_R: Tensor) -> Rows:
         """The draft rows `index_R`, of which r is compared with row `rows_R[r]` of this chunk."""
@@ -210,18 +213,23 @@ class _Verifier:
             return _DivergenceRows(index_R, rows_R, label_R, self)
         found = {"verifier_argmax": label_R}
         if self.by_label:
-            return _LabelRows(index_R, label_R, found, self.loss.with_cross_entropy)
+            return _LabelRows(index_R, label_R, found, self.loss.with_cross_entropy, self.reported_p_SD, rows_R)
         return _TermRows(index_R, self.log_p_SD.index_select(0, rows_R), label_R, self.loss)
 
 
 @dataclass
 class _LabelRows(LogitRows):
-    """-log q of a label a row, with one exponential an element; overwrites the logits."""
+    """-log q of a label a row, with one exponential an element; overwrites the logits.
+
+    With `p_SD`, of whose rows `rows_R` are the draft rows' own, the total variation from those is reported, too.
+    """
 
     index_R: Tensor
     label_R: Tensor
     found: Mapping[str, Tensor] = field(default_factory=dict)
     with_cross_entropy: bool = False
+    p_SD: Tensor | None = None
+    rows_R: Tensor | None = None
 
     def compare(self, logits_RD: Tensor, best_R: Tensor, differentiable: bool) -> RowLosses:
         label_R1, best_R1 = self.label_R[:, None], best_R[:, None]
@@ -229,6 +237,9 @@ class _LabelRows(LogitRows):
         q_RD = torch.softmax(logits_RD, -1, out=logits_RD)
         loss_R = (behind_R1 - q_RD.gather(1, best_R1).log()).squeeze(1)
         found = {**self.found, **({"cross_entropy": loss_R} if self.with_cross_entropy else {})}
+        if self.p_SD is not None and self.rows_R is not None:
+            difference_RD = self.p_SD.index_select(0, self.rows_R).sub_(q_RD)
+            found["total_variation"] = torch.linalg.vector_norm(difference_RD, ord=1, dim=-1) / 2
         return RowLosses(loss_R, self._less_label(q_RD) if differentiable else None, found)
 
     def logit_gradient(self, logits_RD: Tensor) -> Tensor:

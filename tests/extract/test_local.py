@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,30 @@ def test_passes_in_threads_give_what_one_pass_gives(tiny_verifier: Path, prepare
         torch.set_num_threads(before)
     assert len(counted) > 4
     assert [sum(parts) for parts in zip(*counted, strict=True)] == [len(rows), prepared.num_tokens]
+    for ids, states in zip(rows, found, strict=True):
+        assert isinstance(states, Tensor)
+        alone = verifier.capture([ids.tolist()], [*AUX, verifier.num_layers])[0]
+        torch.testing.assert_close(states, alone, atol=1e-5, rtol=1e-5)
+
+
+def test_rows_begun_later_come_later_and_may_be_given_up(tiny_verifier: Path, prepared: PreparedData) -> None:
+    verifier = Verifier.from_pretrained(tiny_verifier, dtype="float32", device="cpu")
+    source = LocalSource(verifier, identity_of(tiny_verifier, prepared), batch_tokens=100)
+    rows = [prepared[row][0] for row in range(len(prepared))]
+    half, before, threads = len(rows) // 2, torch.get_num_threads(), threading.active_count()
+    torch.set_num_threads(2)
+    try:
+        counted: list[int] = []
+        begun = [source.begin(part, lambda count, _: counted.append(count)) for part in (rows[:half], rows[half:])]
+        third = source.begin(rows, lambda count, _: counted.append(count))
+        found = [state for one in begun for state in one.result()]
+        third.cancel()
+        third.cancel()
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert threading.active_count() == threads
+    assert sum(counted) == len(rows)
     for ids, states in zip(rows, found, strict=True):
         assert isinstance(states, Tensor)
         alone = verifier.capture([ids.tolist()], [*AUX, verifier.num_layers])[0]
