@@ -164,7 +164,8 @@ def verdict(report: Mapping[str, Any], comparison: Comparison) -> dict[str, bool
         for kind in ("cumulative", "conditional", "each"):
             if kind in report["accuracy"]:
                 pairs = zip(*(report["accuracy"][kind][side] for side in SIDES), strict=True)
-                found[f"accuracy_{kind}"] = all(ours >= theirs for ours, theirs in pairs)
+                # A position that no block of a side came to has no rate, which is as good as 0.
+                found[f"accuracy_{kind}"] = all((ours or 0) >= (theirs or 0) for ours, theirs in pairs)
     return found
 
 
@@ -186,8 +187,9 @@ def print_report(report: Mapping[str, Any]) -> None:
     for kind in ("cumulative", "conditional", "each"):
         if kind in report.get("accuracy", {}):
             for position, pair in enumerate(zip(*(report["accuracy"][kind][side] for side in SIDES), strict=True)):
-                ratio = f"{pair[0] / pair[1]:.2f}" if pair[1] else "-"
-                table.add_row(f"accuracy, {kind}, {position + 1}", *(f"{one:.3f}" for one in pair), ratio, ">= 1.00")
+                ratio = f"{pair[0] / pair[1]:.2f}" if all(pair) else "-"
+                rates = ["-" if one is None else f"{one:.3f}" for one in pair]
+                table.add_row(f"accuracy, {kind}, {position + 1}", *rates, ratio, ">= 1.00")
     Console().print(table)
 
 
