@@ -135,8 +135,9 @@ class Trainers:
         store = HiddenStatesStore.open(self.trained.outputs.states)
         self.rows, self.tokens = len(store), store.num_tokens
         self.mask_token_id = self.trained.speculator_config.verifier_vocab_size - 1
-        packed = len(PackedRows(store, ROW_LENGTH).plan(0).rows)
-        self.blocks_a_row = blocks_a_row(store, packed) if comparison.blocks else None
+        self.blocks_a_row = None
+        if comparison.blocks:
+            self.blocks_a_row = blocks_a_row(store, len(PackedRows(store, ROW_LENGTH).plan(0).rows))
         self.draft = {**comparison.draft, "draft_vocab_size": arguments.draft_vocab_size}
         self.draft["aux_layer_ids"] = list(AUX_LAYERS)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -133,12 +134,12 @@ def _each_begun(
 ) -> Generator[tuple[Shard, list[Tensor], list[Tensor], Begun], None, None]:
     """Each shard with the ids and masks of its rows, and their states, when those of the next are begun, too."""
     waiting: deque[tuple[Shard, list[Tensor], list[Tensor], Begun]] = deque()
+    begin = source.begin if isinstance(source, AheadSource) else partial(_OnDemand, source)
     try:
         for shard in shards:
             rows = [prepared[row] for row in range(shard.first, shard.last)]
             ids, masks = [row[0] for row in rows], [row[1] for row in rows]
-            begun = source.begin(ids, advance) if isinstance(source, AheadSource) else _OnDemand(source, ids, advance)
-            waiting.append((shard, ids, masks, begun))
+            waiting.append((shard, ids, masks, begin(ids, advance)))
             if len(waiting) > 1:
                 yield waiting[0]
                 waiting.popleft()

@@ -29,20 +29,20 @@ class PackedLinear(SkinnyLinear):
         """[..., in] -> [..., out]."""
         return self.product(input) if self.takes(input) else super().forward(input)
 
-    def takes(self, input: Tensor) -> bool:  # noqa: A002
-        """Whether the packed weight multiplies `input`."""
-        rows = input.numel() // self.in_features
-        here = input.dtype == torch.bfloat16 and input.device.type == "cpu"
+    def takes(self, hidden: Tensor) -> bool:
+        """Whether the packed weight multiplies `hidden`."""
+        rows = hidden.numel() // self.in_features
+        here = hidden.dtype == torch.bfloat16 and hidden.device.type == "cpu"
         return here and rows not in SKINNY_ROWS and not torch.is_grad_enabled()
 
-    def product(self, input: Tensor, activation: str = "none") -> Tensor:  # noqa: A002
+    def product(self, hidden: Tensor, activation: str = "none") -> Tensor:
         """The product by the packed weight, with oneDNN's `activation` ("swish" is SiLU) before it is rounded."""
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(input, self.packed, self.bias, activation, [], "")
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(hidden, self.packed, self.bias, activation, [], "")
         return out
 
-    def times(self, input: Tensor, other: Tensor) -> Tensor:  # noqa: A002
+    def times(self, hidden: Tensor, other: Tensor) -> Tensor:
         """The product by the packed weight, times `other`, rounded once."""
-        out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(input, other, self.packed, self.bias, "mul")
+        out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(hidden, other, self.packed, self.bias, "mul")
         return out
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -83,7 +83,7 @@ def pack_linears(module: nn.Module, most_bytes: int) -> bool:
     children = [child for child in module.modules() if type(child) is SkinnyLinear]
     weights = [child.weight for child in children]
     fit = sum(weight.nbytes for weight in weights) <= most_bytes
-    if not fit or not all(_packable(weight) for weight in weights):
+    if not (fit and _multiplies_packed() and all(_packable(weight) for weight in weights)):
         return False
     for child in children:
         # No buffer: its opaque layout is neither saved nor moved with the module.
@@ -96,7 +96,10 @@ def pack_linears(module: nn.Module, most_bytes: int) -> bool:
     return True
 
 
-def _packable(weight: Tensor) -> bool:
+def _multiplies_packed() -> bool:
     known = all(hasattr(torch.ops.mkldnn, name) for name in ("_linear_pointwise", "_reorder_linear_weight"))
-    frozen = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and not weight.requires_grad
-    return known and frozen and multiplies_bfloat16(weight.device)
+    return known and multiplies_bfloat16(torch.device("cpu"))
+
+
+def _packable(weight: Tensor) -> bool:
+    return weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and not weight.requires_grad
