@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from speculators.errors import UsageError
-from speculators.models.heads import Head, argmax
+from speculators.models.hardware import with_padded_rows
+from speculators.models.heads import CHUNK_MULTIPLE, Head, argmax
 from speculators.models.loss_choice import LossChoice, LossKind
 
 
@@ -222,7 +223,10 @@ class _WeightGradient:
         if product_RD.dtype == self.sum_DH.dtype:
             self.sum_DH.addmm_(product_RD.T, hidden_RH[:, self.columns])
         else:
-            self.sum_DH += product_RD.T @ hidden_RH[:, self.columns]
+            product_RD, part_RH = (
+                with_padded_rows(rows, CHUNK_MULTIPLE) for rows in (product_RD, hidden_RH[:, self.columns])
+            )
+            self.sum_DH += product_RD.T @ part_RH
 
     def total(self) -> Tensor:
         """The gradient, in the weight's dtype."""

@@ -31,7 +31,12 @@ def padded_rows(rows: int, dtype: torch.dtype, device: torch.device, multiple: i
     return rounded_up(rows, multiple)
 
 
+def padded_training_rows(rows: int, dtype: torch.dtype, device: torch.device, multiple: int = 64) -> int:
+    """`padded_rows` for products of ever new numbers of rows: at most four shapes from one power of two to the next."""
+    return padded_rows(rows, dtype, device, max(multiple, 1 << max((rows - 1).bit_length() - 3, 0)))
+
+
 def with_padded_rows(matrix: Tensor, multiple: int = 64) -> Tensor:
-    """The matrix with rows of zeros below it, as many rows in all as `padded_rows` says."""
-    rows = padded_rows(len(matrix), matrix.dtype, matrix.device, multiple)
+    """The matrix with rows of zeros below it, as many rows in all as `padded_training_rows` says."""
+    rows = padded_training_rows(len(matrix), matrix.dtype, matrix.device, multiple)
     return matrix if len(matrix) == rows else F.pad(matrix, (0, 0, 0, rows - len(matrix)))

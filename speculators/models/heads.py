@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from speculators.formats.verifier_weights import VerifierWeights
 from speculators.models.hardware import with_padded_rows
 
-# Chunks of rows differ in size; see `hardware.padded_rows`.
-_CHUNK_MULTIPLE = 32
+# Chunks of rows differ in size; see `hardware.padded_training_rows`.
+CHUNK_MULTIPLE = 32
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Head:
     def _parts(self, hidden_RH: Tensor) -> tuple[Tensor, Tensor]:
         """What `weight` and `low_rank` are multiplied with, rows padded."""
         size = self.weight.shape[1]
-        padded = with_padded_rows(hidden_RH, _CHUNK_MULTIPLE)
+        padded = with_padded_rows(hidden_RH, CHUNK_MULTIPLE)
         return padded[:, :size], padded[:, size:]
 
     def product_gradient(self, gradient_RD: Tensor, hidden_RH: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class Head:
     def hidden_gradient(self, product_RD: Tensor) -> Tensor:
         """The gradient by the hidden states [R, H], given `product_gradient`."""
         rows, dtype = len(product_RD), product_RD.dtype
-        padded = with_padded_rows(product_RD, _CHUNK_MULTIPLE)
+        padded = with_padded_rows(product_RD, CHUNK_MULTIPLE)
         out = (padded @ self.weight.to(dtype))[:rows]
         if self.low_rank is not None:
             out = torch.cat((out, (padded @ self.low_rank.to(dtype))[:rows]), dim=1)

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from speculators.errors import FormatError
 from speculators.formats.decoder import DecoderConfig
 from speculators.models.compiling import compilable
-from speculators.models.hardware import padded_rows, with_padded_rows
+from speculators.models.hardware import padded_training_rows, with_padded_rows
 
 # Rope types whose table does not depend on the length of the sequence, so that a token's rotation never changes.
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -25,13 +25,15 @@ SKINNY_ROWS = range(1, 129)
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002 - as F.linear has it
-    """F.linear, [..., in] -> [..., out]; under autocast the number of rows is padded as in `hardware.padded_rows`."""
+    """F.linear, [..., in] -> [..., out]; under autocast the number of rows is padded as
+    `hardware.padded_training_rows` says.
+    """
     kind = input.device.type
     if not torch.is_autocast_enabled(kind):
         return F.linear(input, weight, bias)
     dtype, size = torch.get_autocast_dtype(kind), input.shape[-1]
     rows = input.numel() // size
-    if padded_rows(rows, dtype, input.device) == rows:
+    if padded_training_rows(rows, dtype, input.device) == rows:
         return F.linear(input, weight, bias)
     padded = with_padded_rows(input.reshape(rows, size).to(dtype))
     out: Tensor = F.linear(padded, weight, bias)[:rows].reshape(*input.shape[:-1], weight.shape[0])

@@ -54,23 +54,43 @@ class Positions:
             lengths_D[kept_D].tolist(),
         )
 
-    def anchors(self, block_size: int, max_anchors: int, *, before_answers: bool = False) -> Tensor:
+    def anchors(
+        self, block_size: int, max_anchors: int, *, before_answers: bool = False, max_blocks: int | None = None
+    ) -> Tensor:
         """Indices int64 [A], ascending, of the anchors of this step.
 
         Position a of a document of T tokens may be one where it is supervised and a < T - `block_size`, so that the
         document reaches beyond the block; with `before_answers` also where only the token after it is supervised.
         Where a document has more than `max_anchors`, so many are drawn by torch's global generator: they are counted a
-        document, so that packing does not starve short ones.
+        document, so that packing does not starve short ones. Where all of them together have more than `max_blocks`,
+        those that have most get fewer.
         """
         allowed_C = self.supervised_C.clone()
         if before_answers:
             allowed_C[:-1] |= self.supervised_C[1:]
-        parts, start = [], 0
+        places, start = [], 0
         for length in self.document_lengths:
             end = start + max(length - block_size, 0)
-            parts.append(start + _some(torch.nonzero(allowed_C[start:end]).squeeze(1), max_anchors))
+            places.append(start + torch.nonzero(allowed_C[start:end]).squeeze(1))
             start += length
+        counts = [min(len(indices), max_anchors) for indices in places]
+        if max_blocks is not None:
+            counts = shared_evenly(counts, max_blocks)
+        parts = [_some(indices, count) for indices, count in zip(places, counts, strict=True)]
         return torch.cat(parts) if parts else self.token_ids_C.new_empty(0)
+
+
+def shared_evenly(wanted: Sequence[int], total: int) -> list[int]:
+    """What each gets of `total`: what it wants, or, where that is too much for all, as much as the others or one more.
+
+    Of those that want more than an even share, the last ones get what is over.
+    """
+    order, given, left = sorted(range(len(wanted)), key=wanted.__getitem__), [0] * len(wanted), total
+    for taken, index in enumerate(order):
+        # Who comes first in a tie gets the rest: of equal shares the later ones, which the order has last, are larger.
+        given[index] = min(wanted[index], left // (len(order) - taken))
+        left -= given[index]
+    return given
 
 
 def require_an_anchor(samples: SampleSource, block_size: int, *, before_answers: bool = False) -> None:

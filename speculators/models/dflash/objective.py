@@ -39,15 +39,16 @@ class TokenMeans:
 class DFlashObjective(TrainingObjective):
     """The knobs of training a block drafter, and its training step.
 
-    `max_anchors` blocks a document at most, see `Positions.anchors`; `anchors_before_answers` allows them at the token
-    before an answer too, though in serving every anchor is a token that the verifier wrote. `loss` weighs the terms of
-    `losses.TERMS`. Slots of a block weigh exp(-j / `decay_gamma`), j counting those that predict from 0, or, with
-    `position_weights` "dpace", what they add to the expected accepted length (`dpace_alpha` as in
-    `position_weights.dpace`, by each term's own values, which are its paper's for `ce`). `chunk_rows` bounds how many
-    slots have logits at a time.
+    `max_anchors` blocks a document at most and `max_blocks` a pass, see `Positions.anchors`; the latter bounds a pass's
+    memory, whatever documents it packs. `anchors_before_answers` allows anchors at the token before an answer too,
+    though in serving every anchor is a token that the verifier wrote. `loss` weighs the terms of `losses.TERMS`. Slots
+    of a block weigh exp(-j / `decay_gamma`), j counting those that predict from 0, or, with `position_weights` "dpace",
+    what they add to the expected accepted length (`dpace_alpha` as in `position_weights.dpace`, by each term's own
+    values, which are its paper's for `ce`). `chunk_rows` bounds how many slots have logits at a time.
     """
 
     max_anchors: int = Field(default=512, ge=1)
+    max_blocks: int | None = Field(default=None, ge=1)
     anchors_before_answers: bool = False
     loss: LossTerms = Field(default={"kl_div": 1.0})
     position_weights: Literal["exponential", "dpace"] = "exponential"
@@ -89,7 +90,10 @@ class DFlashObjective(TrainingObjective):
         """Draw the anchors of this step; documents too short for one are left out."""
         positions = Positions.of(batch, model.config.block_size + 1)
         anchors_A = positions.anchors(
-            model.config.block_size, self.max_anchors, before_answers=self.anchors_before_answers
+            model.config.block_size,
+            self.max_anchors,
+            before_answers=self.anchors_before_answers,
+            max_blocks=self.max_blocks,
         )
         return Supervision.of(positions, anchors_A, model.config)
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from speculators.models.dflash.anchors import Positions
+from speculators.models.dflash.anchors import Positions, shared_evenly
 from tests.models.drafts import pack
 
 
-def anchors(masks: list[list[int]], block_size: int = 4, most: int = 512, **options: bool) -> list[int]:
+def anchors(masks: list[list[int]], block_size: int = 4, most: int = 512, **options: int) -> list[int]:
     batch = pack(masks, row=sum(map(len, masks)))
     return Positions.of(batch).anchors(block_size, most, **options).tolist()
 
@@ -43,6 +43,35 @@ def test_anchors_are_counted_a_document() -> None:
     assert sum(index >= 220 for index in found) == 16
     assert len(anchors([short], most=16)) == 16
     assert len(anchors([[1] * 12, long], most=16)) == 8 + 16
+
+
+def test_the_blocks_of_a_pass_are_shared_evenly() -> None:
+    # Documents of 9, 7 and 5 places; 4 end without a place.
+    masks = [[1] * 13, [1] * 11, [1] * 9]
+    ends = (13, 24, 33)
+
+    def by_document(**options: int) -> list[int]:
+        found = torch.tensor(anchors(masks, **options))
+        return [int(((found >= end - len(mask)) & (found < end)).sum()) for mask, end in zip(masks, ends, strict=True)]
+
+    assert by_document(max_blocks=100) == [9, 7, 5]
+    assert by_document(max_blocks=20) == [8, 7, 5]
+    assert by_document(max_blocks=12) == [4, 4, 4]
+    assert by_document(max_blocks=3, most=2) == [1, 1, 1]
+    assert by_document(max_blocks=1) in ([1, 0, 0], [0, 1, 0], [0, 0, 1])
+
+
+@pytest.mark.parametrize(
+    ("wanted", "total", "given"),
+    [
+        ([3, 27, 50], 40, [3, 18, 19]),
+        ([5, 5], 100, [5, 5]),
+        ([], 3, []),
+        ([4, 0, 4], 5, [2, 0, 3]),
+    ],
+)
+def test_an_even_share(wanted: list[int], total: int, given: list[int]) -> None:
+    assert shared_evenly(wanted, total) == given
 
 
 def test_too_many_are_drawn_evenly_by_torchs_global_generator() -> None:

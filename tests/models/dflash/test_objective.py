@@ -223,6 +223,7 @@ def test_knobs_do_what_they_say() -> None:
     assert step(chunk_rows=1).loss.item() == pytest.approx(plain.loss.item(), rel=1e-5)
     changes = {
         "max_anchors": 2,
+        "max_blocks": 3,
         "anchors_before_answers": True,
         "loss": {"ce": 1.0},
         "position_weights": "dpace",
@@ -233,6 +234,7 @@ def test_knobs_do_what_they_say() -> None:
     one, other = (step(position_weights="dpace", dpace_alpha=alpha).loss.item() for alpha in (0.3, 0.7))
     assert one != pytest.approx(other, rel=1e-3)
     assert step(max_anchors=2).metrics["eal"].count == 4
+    assert step(max_blocks=3).metrics["eal"].count == 3
     with pytest.raises(UsageError, match="unknown loss klv"):
         DFlashObjective(loss={"klv": 1.0})
 
