@@ -7,6 +7,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from speculators.models.execution import AttentionKernel, Execution, LossKernel
 
 OptimizerName = Literal["adamw", "muon"]
+Orthogonalisation = Literal["newton_schulz", "polar_express"]
 ScheduleName = Literal["linear", "cosine", "constant", "wsd"]
 ComputeDtype = Literal["auto", "float32", "bfloat16"]
 Strategy = Literal["auto", "ddp", "fsdp2"]
@@ -47,7 +48,11 @@ class TrainConfig(Section):
     weight_decay: float = Field(default=0.0, ge=0)
     betas: tuple[float, float] = (0.9, 0.95)
     momentum: float = Field(default=0.95, ge=0, lt=1, description="of Muon")
-    ns_steps: int = Field(default=5, ge=1, lt=100, description="Newton-Schulz iterations of Muon")
+    orthogonalisation: Orthogonalisation = Field(
+        default="newton_schulz",
+        description="of Muon: one polynomial for all iterations, as torch has it, or the best for each: polar_express",
+    )
+    ns_steps: int = Field(default=5, ge=1, lt=100, description="iterations of Muon's orthogonalisation")
     warmup_ratio: float = Field(default=0.03, ge=0, lt=1)
     schedule: ScheduleName = "cosine"
     decay_ratio: float = Field(default=0.2, gt=0, le=1, description="share of the steps that wsd decays over")

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from itertools import pairwise
 from typing import Any, overload
 
 import torch
@@ -11,16 +10,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Muon, Optimizer
 
 from speculators.errors import TrainingError
-from speculators.models.chunked_loss import even_bounds
 from speculators.models.hardware import multiplies_bfloat16
 from speculators.train.config import ScheduleName, TrainConfig
+from speculators.train.orthogonal import orthogonalise, polar_express
 from speculators.train.sharding import part_like, whole
 
 # What a group of parameters multiplies the learning rate by.
 RATE = "rate"
-
-# Rows of a panel of a symmetric product: narrower ones are multiplied slower, more of them spare little.
-_PANEL, _MOST_PANELS = 192, 4
 
 
 class WholeMatrixMuon(Muon):
@@ -28,10 +24,12 @@ class WholeMatrixMuon(Muon):
 
     Same state and same update rule. torch's rounds the Newton-Schulz iteration to bfloat16, which a CPU without
     instructions for it multiplies some 25 times slower than float32, and makes both halves of products that are
-    symmetric. A split matrix is gathered by every process, which keeps its own part of the update.
+    symmetric. A split matrix is gathered by every process, which keeps its own part of the update. With `express`, the
+    iteration's polynomials are those of `orthogonal.polar_express` instead of torch's one.
     """
 
     dtype = torch.float32
+    express = False
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -59,44 +57,12 @@ class WholeMatrixMuon(Muon):
         buffer.lerp_(gradient, 1 - group["momentum"])
         update = gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
         matrix = whole(update).to(self.dtype)
-        matrix = orthogonalise(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        steps = group["ns_steps"]
+        quintics = polar_express(steps) if self.express else [group["ns_coefficients"]] * steps
+        matrix = orthogonalise(matrix, quintics, group["eps"], tight=self.express)
         update = part_like(matrix.to(parameter.dtype), parameter)
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(parameter.shape)))
-
-
-def orthogonalise(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Quintic Newton-Schulz iteration: the nearest semi-orthogonal matrix, singular values within about 0.7 to 1.2.
-
-    Source: Jordan et al., "Muon: an optimizer for hidden layers in neural networks"; a X + b (XX')X + c (XX')^2 X.
-    """
-    a, b, c = coefficients
-    tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.T if tall else matrix
-    x = x / x.norm().clamp(min=eps)
-    for _ in range(steps):
-        gram = times_transposed(x)
-        x = torch.addmm(x, times_transposed(gram, plus=gram, beta=b, alpha=c), x, beta=a)
-    return x.T if tall else x
-
-
-def times_transposed(matrix: Tensor, plus: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
-    """alpha matrix @ matrixᵀ + beta plus, the latter symmetric.
-
-    On a CPU panel by panel below the diagonal: a third of the products mirrors another.
-    """
-    size = len(matrix)
-    product = matrix.new_empty(size, size)
-    split = matrix.device.type == "cpu" and size >= 2 * _PANEL
-    bounds = even_bounds(size, max(_PANEL, -(-size // _MOST_PANELS)) if split else size)
-    for low, high in pairwise(bounds):
-        under = product if plus is None else plus
-        product[low:high, :high] = torch.addmm(
-            under[low:high, :high], matrix[low:high], matrix[:high].T, beta=beta, alpha=alpha
-        )
-    for low, high in pairwise(bounds[:-1]):
-        product[low:high, high:] = product[high:, low:high].T
-    return product
 
 
 def build_optimizers(
@@ -142,7 +108,8 @@ def build_optimizers(
 def _muon(matrices: list[nn.Parameter], config: TrainConfig, split: bool) -> Optimizer:
     device = matrices[0].device
     in_bfloat16 = multiplies_bfloat16(device)
-    by_torch = in_bfloat16 and not split and device.type != "cpu"
+    express = config.orthogonalisation == "polar_express"
+    by_torch = in_bfloat16 and not split and device.type != "cpu" and not express
     optimizer = (Muon if by_torch else WholeMatrixMuon)(
         matrices,
         lr=config.learning_rate,
@@ -151,8 +118,9 @@ def _muon(matrices: list[nn.Parameter], config: TrainConfig, split: bool) -> Opt
         ns_steps=config.ns_steps,
         adjust_lr_fn="match_rms_adamw",
     )
-    if in_bfloat16 and isinstance(optimizer, WholeMatrixMuon):
-        optimizer.dtype = torch.bfloat16
+    if isinstance(optimizer, WholeMatrixMuon):
+        optimizer.dtype = torch.bfloat16 if in_bfloat16 else torch.float32
+        optimizer.express = express
     optimizer.param_groups[0][RATE] = 1.0
     return optimizer
 
