@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from compare_families import AUX_LAYERS, ROW_LENGTH, TRAIN, Comparison, blocks_a_row, peer_flags
+from compare_families import AUX_LAYERS, ROW_LENGTH, Comparison, blocks_a_row, peer_flags
 from datasets import Dataset
 from safetensors.torch import save_file
 
@@ -137,7 +137,7 @@ class Trainers:
         self.mask_token_id = self.trained.speculator_config.verifier_vocab_size - 1
         self.blocks_a_row = None
         if comparison.blocks:
-            self.blocks_a_row = blocks_a_row(store, len(PackedRows(store, ROW_LENGTH).plan(0).rows))
+            self.blocks_a_row = blocks_a_row(store, PackedRows(store, ROW_LENGTH).plan(0).rows)
         self.draft = {**comparison.draft, "draft_vocab_size": arguments.draft_vocab_size}
         self.draft["aux_layer_ids"] = list(AUX_LAYERS)
 
@@ -150,7 +150,7 @@ class Trainers:
             "states": str(self.trained.outputs.states.resolve()),
             "draft": self.draft,
             "objective": self.comparison.objective,
-            "train": {**TRAIN, "epochs": epochs, "max_steps": max_steps, "row_length": ROW_LENGTH},
+            "train": {**self.comparison.train, "epochs": epochs, "max_steps": max_steps, "row_length": ROW_LENGTH},
             "threads": self.arguments.threads,
             "out": str(folder.resolve()),
         }
@@ -222,7 +222,8 @@ class Trainers:
         if speculator.draft.missing_tensors():
             speculator.attach_verifier(weights)
         speculator.draft.eval()
-        knobs = {**self.comparison.objective, **({"max_anchors": ROW_LENGTH} if self.comparison.blocks else {})}
+        everywhere = {"max_anchors": ROW_LENGTH, "max_blocks": None} if self.comparison.blocks else {}
+        knobs = {**self.comparison.objective, **everywhere}
         objective = FAMILIES[self.arguments.family].objective(**knobs)
         head = VerifierHead.from_weights(weights).to("cpu", torch.float32)
         store = HiddenStatesStore.open(self.heldout.outputs.states, aux_layer_ids=speculator.config.aux_layer_ids)

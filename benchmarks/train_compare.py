@@ -37,7 +37,6 @@ from compare_families import (
     AUX_LAYERS,
     FAMILIES,
     ROW_LENGTH,
-    TRAIN,
     Comparison,
     peer_flags,
 )
@@ -57,7 +56,7 @@ def settings_of(arguments: argparse.Namespace, trainers: Trainers, comparison: C
     blocks = {}
     if comparison.blocks:
         blocks["blocks_a_packed_row"] = {
-            "peer": f"{ANCHORS_A_ROW} at most",
+            "most": ANCHORS_A_ROW,
             "ours": f"{trainers.blocks_a_row:.1f} on average, {ANCHORS_A_DOCUMENT} a document at most",
         }
     return {
@@ -70,7 +69,7 @@ def settings_of(arguments: argparse.Namespace, trainers: Trainers, comparison: C
         "draft_vocab_size": arguments.draft_vocab_size,
         **comparison.shape,
         **blocks,
-        "ours": {"draft": trainers.draft, "objective": comparison.objective, "train": TRAIN},
+        "ours": {"draft": trainers.draft, "objective": comparison.objective, "train": comparison.train},
         "peer": {"flags": " ".join(peer_flags(comparison.peer)), "else": "its defaults"},
     }
 

@@ -1,5 +1,6 @@
 """Recipes for SmolLM2 and the shipped conversations on two CPU cores: minutes of one field, or an hour of all."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,18 @@ def quickstart_recipe(bfloat16: bool) -> Recipe:
 
 
 def minutes_recipe(
-    draft: DraftChoices, objective: BaseModel, family: str, *, name: str = "", rows: int = ROWS
+    draft: DraftChoices,
+    objective: BaseModel,
+    family: str,
+    *,
+    name: str = "",
+    rows: int = ROWS,
+    train: Mapping[str, Any] | None = None,
 ) -> Recipe:
-    """The recipe `<family>_smollm2_cpu` of some ten minutes: one field's conversations, twice."""
+    """The recipe `<family>_smollm2_cpu` of some ten minutes: one field's conversations, twice.
+
+    `train` are settings of training that differ from the quickstart's.
+    """
     return Recipe(
         name=name or f"{family}_smollm2_cpu",
         verifier="smollm2",
@@ -57,7 +67,7 @@ def minutes_recipe(
             max_length=512,
             validation_rows=16,
         ),
-        train=_training(epochs=2, measure_prompts=4, measure_tokens=48),
+        train=_training(epochs=2, measure_prompts=4, measure_tokens=48, **(train or {})),
         # Float32: identity is exact there.
         evaluate=on_held_out_prompts(limit=16, match=FIELD, max_new_tokens=96, dtype="float32"),
     )
@@ -78,14 +88,6 @@ def hour_recipe(draft: DraftChoices, objective: BaseModel, family: str) -> Recip
     )
 
 
-def _training(epochs: int, measure_prompts: int, measure_tokens: int) -> TrainConfig:
-    return TrainConfig(
-        epochs=epochs,
-        row_length=1024,
-        optimizer="muon",
-        learning_rate=2e-3,
-        warmup_ratio=0.03,
-        measure_prompts=measure_prompts,
-        measure_tokens=measure_tokens,
-        checkpoint_every=200,
-    )
+def _training(**settings: Any) -> TrainConfig:
+    shared = {"row_length": 1024, "optimizer": "muon", "learning_rate": 2e-3, "warmup_ratio": 0.03}
+    return TrainConfig(**{**shared, "checkpoint_every": 200, **settings})
