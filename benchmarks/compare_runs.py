@@ -137,7 +137,8 @@ class Trainers:
         self.mask_token_id = self.trained.speculator_config.verifier_vocab_size - 1
         self.blocks_a_row = None
         if comparison.blocks:
-            self.blocks_a_row = blocks_a_row(store, PackedRows(store, ROW_LENGTH).plan(0).rows)
+            rows = PackedRows(store, ROW_LENGTH).plan(0).rows
+            self.blocks_a_row = blocks_a_row(store, rows, comparison.objective)
         self.draft = {**comparison.draft, "draft_vocab_size": arguments.draft_vocab_size}
         self.draft["aux_layer_ids"] = list(AUX_LAYERS)
 

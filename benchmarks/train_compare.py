@@ -32,7 +32,6 @@ from typing import Any
 
 import torch
 from compare_families import (
-    ANCHORS_A_DOCUMENT,
     ANCHORS_A_ROW,
     AUX_LAYERS,
     FAMILIES,
@@ -57,7 +56,7 @@ def settings_of(arguments: argparse.Namespace, trainers: Trainers, comparison: C
     if comparison.blocks:
         blocks["blocks_a_packed_row"] = {
             "most": ANCHORS_A_ROW,
-            "ours": f"{trainers.blocks_a_row:.1f} on average, {ANCHORS_A_DOCUMENT} a document at most",
+            "ours": f"{trainers.blocks_a_row:.1f} on average, {comparison.objective['max_anchors']} a document at most",
         }
     return {
         "verifier": Path(trainers.verifier).name,
