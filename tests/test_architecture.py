@@ -18,7 +18,7 @@ VERBS = ("runtime", "convert", "extract", "train", "cli")
 # Places where a method or a producer has to be called by its name.
 FAMILY_TABLES = re.compile(r"speculators/(runtime/config|convert/(from|to)_\w+)\.py")
 # Packages whose absence is normal (extras), or whose import is slow and needed for one picture, kernel or kind of file.
-LATE_THIRD_PARTY = {"datasets", "gguf", "matplotlib", "pyarrow", "vllm"}
+LATE_THIRD_PARTY = {"datasets", "gguf", "llguidance", "matplotlib", "pyarrow", "vllm"}
 # Kernels are decorated as their module is read, so that this imports Triton: it is read when one is first run.
 KERNELS = "speculators/models/kernels/"
 # These directories are read without torch: the two functions that handle tensors import it themselves.

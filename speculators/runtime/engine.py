@@ -14,7 +14,9 @@ from torch import Tensor
 
 from speculators.errors import RequestError
 from speculators.models.cache import SlotWrite
-from speculators.runtime.outputs import Logprob, RequestOutput
+from speculators.runtime.logits_processors import ConstraintBuilder, process
+from speculators.runtime.logprobs import token_logprobs
+from speculators.runtime.outputs import RequestOutput
 from speculators.runtime.proposers.proposer import NewTokens, Proposer
 from speculators.runtime.recorder import HiddenStatesRecorder, check_extraction
 from speculators.runtime.rejection import Verification, verify_greedy, verify_standard
@@ -58,6 +60,9 @@ class Engine:
         self.stats = self._new_stats()
         self.num_generated_tokens = 0
         self._cache = verifier.make_cache(self.limits.max_num_seqs)
+        self._constraints = ConstraintBuilder(
+            verifier.tokenizer, verifier.vocab_size, verifier.eos_token_ids, verifier.device
+        )
         self._num_requests = 0
         reader = recorder.layer_ids if recorder is not None else proposer.aux_layer_ids if proposer is not None else ()
         self._aux_layer_ids = tuple(reader)
@@ -84,6 +89,7 @@ class Engine:
         """Queue a request; RequestError when its prompt is empty, too long or holds ids outside the vocabulary."""
         self._check_prompt(request_id, prompt_token_ids)
         check_extraction(params, extracting=self.recorder is not None, completions=1)
+        constraints = self._constraints.build(params, prompt_token_ids)
         if self.recorder is not None:
             self.recorder.expect(request_id, params)
         request = Request(
@@ -96,6 +102,7 @@ class Engine:
             prompt=prompt,
             tokenizer=self.verifier.tokenizer if decode_text else None,
         )
+        request.constraints = constraints
         request.seed = params.seed if params.seed is not None else self.seed * 1_000_003 + self._num_requests
         self._num_requests += 1
         self._ids.add(request_id)
@@ -136,7 +143,7 @@ class Engine:
         write = SlotWrite.at(slice(0, len(moved)), [r.num_computed for r in moved], width, self.verifier.device)
         out = self.verifier.forward(ids_BT, self._cache, write)
         assert out.logits_BTV is not None
-        emitted = self._verify(out.logits_BTV, moved)
+        emitted = self._verify(process(out.logits_BTV, moved), moved)
         starts = [r.num_computed for r in moved]
         if self.recorder is not None and out.aux_BTX is not None:
             self.recorder.record(moved, starts, [1] * len(moved), out.aux_BTX)
@@ -219,11 +226,15 @@ class Engine:
         chunks = [r.tokens[s : s + n] for r, s, n in zip(requests, starts, lengths, strict=True)]
         nexts = [r.tokens[s + 1 : s + 1 + n] for r, s, n in zip(requests, starts, lengths, strict=True)]
         write = SlotWrite.at(rows, starts, width, device)
-        out = self.verifier.forward(_padded(chunks, width, device), self._cache, write, need_logits=False)
+        told = any(r.prompt_logprobs is not None for r in requests)
+        out = self.verifier.forward(_padded(chunks, width, device), self._cache, write, need_logits=told)
         if self.recorder is not None and out.aux_BTX is not None:
             self.recorder.record(requests, starts, lengths, out.aux_BTX)
-        for request, length in zip(requests, lengths, strict=True):
+        for row, (request, length) in enumerate(zip(requests, lengths, strict=True)):
             request.num_computed += length
+            if request.prompt_logprobs is not None and out.logits_BTV is not None:
+                count, tokenizer = request.params.prompt_logprobs or 0, self.verifier.tokenizer
+                request.prompt_logprobs += token_logprobs(out.logits_BTV[row], nexts[row], count, tokenizer)
         if self.proposer is not None:
             self.proposer.observe(
                 NewTokens(
@@ -246,25 +257,11 @@ class Engine:
                 stats.add_step(drafted, len(tokens) - 1, keep_steps=detailed)
         logprobs = None
         if request.logprobs is not None:
-            logprobs = [self._logprobs(logits_TV[i], token, request.params) for i, token in enumerate(tokens)]
+            logprobs = token_logprobs(logits_TV, tokens, request.params.logprobs or 0, self.verifier.tokenizer)
         before = len(request.tokens)
         request.append(tokens, logprobs)
         self.num_generated_tokens += len(request.tokens) - before
         request.drafts, request.draft_probs_KD = [], None
-
-    def _logprobs(self, logits_V: Tensor, token: int, params: SamplingParams) -> dict[int, Logprob]:
-        logprobs_V = logits_V.float().log_softmax(-1)
-        top = logprobs_V.topk(params.logprobs or 0).indices.tolist()
-        chosen = list(dict.fromkeys([token, *top]))
-        tokenizer = self.verifier.tokenizer
-        return {
-            i: Logprob(
-                float(logprobs_V[i]),
-                int((logprobs_V > logprobs_V[i]).sum()) + 1,
-                None if tokenizer is None else str(tokenizer.decode([i])),
-            )
-            for i in chosen
-        }
 
     def _drop_finished(self) -> list[int]:
         """Close the holes that finished requests leave; returns, for each row now, which row it was before."""

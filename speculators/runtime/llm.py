@@ -168,7 +168,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete prompts: texts, token id lists, or dicts with `prompt` or `prompt_token_ids`; outputs in order.
 
-        StoreError where the hidden states of a request could not be written; the files of the others are there.
+        A completion whose constraints left no token to choose has finish reason "error", and its output's `error` tells
+        why. StoreError where the hidden states of a request could not be written; the files of the others are there.
         """
         # mypy does not know what _is_batch has found.
         items: list[Prompt] = list(prompts) if _is_batch(prompts) else [prompts]  # type: ignore[list-item,arg-type]
@@ -178,7 +179,8 @@ class LLM:
             groups = [self._submit(item, chosen) for item, chosen in zip(items, params, strict=True)]
             done = {output.request_id: output for output in self._run(show=use_tqdm) if output.finished}
             abort_unless_done.pop_all()
-        failed = [output for output in done.values() if output.error is not None]
+        # What ended for want of a token that its constraints allow has a stop reason, and says so in its output.
+        failed = [one for one in done.values() if one.error is not None and one.outputs[0].stop_reason is None]
         if failed:
             raise StoreError(f"hidden states of {len(failed)} of {len(done)} requests are lost: {failed[0].error}")
         return [_joined([done[request_id] for request_id in group]) for group in groups]
