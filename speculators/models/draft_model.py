@@ -72,13 +72,15 @@ class Proposal:
     """Draft tokens: `token_ids_BK` int64 ids of the verifier's vocabulary, `lengths_B` int64 of them valid.
 
     `probs_BKD` are the probabilities they were drawn from, over draft ids; None for one-hot drafts. `confidence_BK`:
-    how likely each token is to be accepted once those before it were, where the draft can tell.
+    how likely each token is to be accepted once those before it were, where the draft can tell. `top_probs_BK`: the
+    largest probability that the draft gave to a token there, where the proposer was asked for it.
     """
 
     token_ids_BK: Tensor
     lengths_B: Tensor
     probs_BKD: Tensor | None = None
     confidence_BK: Tensor | None = None
+    top_probs_BK: Tensor | None = None
 
 
 @dataclass

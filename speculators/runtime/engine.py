@@ -14,6 +14,7 @@ from torch import Tensor
 
 from speculators.errors import RequestError
 from speculators.models.cache import SlotWrite
+from speculators.runtime.depth import DepthPolicy, depth_of
 from speculators.runtime.logits_processors import ConstraintBuilder, process
 from speculators.runtime.logprobs import token_logprobs
 from speculators.runtime.outputs import RequestOutput
@@ -38,7 +39,8 @@ class EngineLimits:
 class Engine:
     """Schedules requests over one verifier and, optionally, one proposer, or a recorder of hidden states.
 
-    `step` runs one round and returns the requests that moved. Not thread-safe: one thread steps it.
+    `depth` says how many tokens are drafted and verified, by default all that the proposer makes. `step` runs one round
+    and returns the requests that moved. Not thread-safe: one thread steps it.
     """
 
     def __init__(
@@ -50,8 +52,10 @@ class Engine:
         seed: int = 0,
         metrics_level: str = "none",
         recorder: HiddenStatesRecorder | None = None,
+        depth: DepthPolicy | None = None,
     ) -> None:
         self.verifier, self.proposer, self.recorder = verifier, proposer, recorder
+        self.depth = depth_of(proposer, depth)
         self.limits = limits or EngineLimits()
         self.seed, self.metrics_level = seed, metrics_level
         self.waiting: deque[Request] = deque()
@@ -250,6 +254,7 @@ class Engine:
 
     def _commit(self, request: Request, tokens: list[int], logits_TV: Tensor) -> None:
         drafted = len(request.drafts)
+        self.depth.learn(request, len(tokens) - 1)
         request.num_computed += len(tokens)
         for stats in (self.stats, request.stats):
             if stats is not None:
@@ -282,8 +287,12 @@ class Engine:
 
     def _draft(self, new: NewTokens) -> None:
         assert self.proposer is not None
-        proposal = self.proposer.propose(new, self.proposer.num_tokens)
-        ids, lengths = proposal.token_ids_BK.tolist(), proposal.lengths_B.tolist()
+        num_tokens = self.depth.tokens_to_draft(len(new.requests))
+        if num_tokens == 0:
+            self.proposer.observe(new)
+            return
+        proposal = self.proposer.propose(new, num_tokens)
+        ids, lengths = proposal.token_ids_BK.tolist(), self.depth.verification_lengths(proposal, new.requests)
         for row, request in enumerate(new.requests):
             count = min(lengths[row], request.room)
             request.drafts = ids[row][:count]
