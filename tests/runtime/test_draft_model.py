@@ -202,6 +202,19 @@ def test_proposals_are_what_the_draft_says_without_a_cache(kind: str, parallel: 
     propose([1], 4)
 
 
+@pytest.mark.parametrize("parallel", [False, True])
+def test_a_draft_that_was_not_shown_the_prompt_catches_up(parallel: bool) -> None:
+    """A verifier that had the beginning in its cache already shows only what it computes."""
+    draft, stock = draft_of("dense", 0.02), draft_of("dense", 0.02)
+    stock.model.set_attn_implementation("eager")
+    expected = filled if parallel else continuation
+    maker = ParallelDraftModelProposer if parallel else DraftModelProposer
+    driver = Driver([PROMPTS[10], PROMPTS[12]])
+    driver.verified = [len(request.tokens) - 2 for request in driver.requests]
+    proposal = maker(draft, 3, 2).propose(driver.new([1, 1]), 3)
+    assert proposal.token_ids_BK.tolist() == [expected(stock, request.tokens, 3) for request in driver.requests]
+
+
 @torch.no_grad()
 def test_the_drafts_keys_are_those_of_the_verified_tokens() -> None:
     """Pitfall 67: after drafts that were accepted or not, the cache equals a fresh pass over the answer."""
@@ -288,7 +301,7 @@ def test_the_joint_law_of_three_tokens_is_the_verifiers(
     maker: type[DraftModelProposer], options: dict[str, Any]
 ) -> None:
     """Ids that the draft calls otherwise keep their probabilities; some it can never propose."""
-    verifier, draft, draws, prompt = small(0.0), small(0.1), 3000, [1, 4]
+    verifier, draft, draws, prompt = small(0.0), small(0.1), 2000, [1, 4]
     proposer = maker(draft, 3, 100, **options)
     outputs, engine = answers(
         verifier, proposer, [prompt] * draws, sampled_params(draws, 3, temperature=1.0), batch=100, max_model_len=16
