@@ -20,11 +20,12 @@ from speculators.runtime.logprobs import token_logprobs
 from speculators.runtime.outputs import RequestOutput
 from speculators.runtime.proposers.proposer import NewTokens, Proposer
 from speculators.runtime.recorder import HiddenStatesRecorder, check_extraction
-from speculators.runtime.rejection import Verification, verify_greedy, verify_standard
 from speculators.runtime.request import Request
-from speculators.runtime.sampling import NoiseStreams, SamplingParams, exponential, probabilities, uniform
+from speculators.runtime.rules import Rule, StandardRule
+from speculators.runtime.sampling import NoiseStreams, SamplingParams
 from speculators.runtime.stats import SpecDecodeStats
 from speculators.runtime.verifier import Verifier
+from speculators.runtime.verifying import BatchVerifier
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Engine:
         metrics_level: str = "none",
         recorder: HiddenStatesRecorder | None = None,
         depth: DepthPolicy | None = None,
+        rule: Rule | None = None,
     ) -> None:
         self.verifier, self.proposer, self.recorder = verifier, proposer, recorder
         self.depth = depth_of(proposer, depth)
@@ -70,6 +72,7 @@ class Engine:
         self._num_requests = 0
         reader = recorder.layer_ids if recorder is not None else proposer.aux_layer_ids if proposer is not None else ()
         self._aux_layer_ids = tuple(reader)
+        self._verify = BatchVerifier(rule or StandardRule(), None if proposer is None else proposer.verifier_ids_D)
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -147,7 +150,7 @@ class Engine:
         write = SlotWrite.at(slice(0, len(moved)), [r.num_computed for r in moved], width, self.verifier.device)
         out = self.verifier.forward(ids_BT, self._cache, write)
         assert out.logits_BTV is not None
-        emitted = self._verify(process(out.logits_BTV, moved), moved)
+        emitted = self._verify(process(out.logits_BTV, moved), ids_BT[:, 1:], moved)
         starts = [r.num_computed for r in moved]
         if self.recorder is not None and out.aux_BTX is not None:
             self.recorder.record(moved, starts, [1] * len(moved), out.aux_BTX)
@@ -298,56 +301,6 @@ class Engine:
             request.drafts = ids[row][:count]
             if proposal.probs_BKD is not None and not request.params.greedy:
                 request.draft_probs_KD = proposal.probs_BKD[row, :count]
-
-    def _verify(self, logits_BTV: Tensor, requests: list[Request]) -> list[list[int]]:
-        """Tokens each request gains: its accepted drafts and one more."""
-        lengths = [len(r.drafts) for r in requests]
-        drafts_BK = _padded([r.drafts for r in requests], logits_BTV.shape[1] - 1, logits_BTV.device)
-        emitted: list[list[int]] = [[] for _ in requests]
-        for greedy in (True, False):
-            chosen = [i for i, r in enumerate(requests) if r.params.greedy is greedy]
-            if not chosen:
-                continue
-            rows = torch.tensor(chosen, device=logits_BTV.device)
-            lengths_B = torch.tensor([lengths[i] for i in chosen], device=logits_BTV.device)
-            whole = len(chosen) == len(requests)
-            logits = logits_BTV if whole else logits_BTV[rows]
-            if greedy:
-                result = verify_greedy(logits.argmax(-1), drafts_BK[rows], lengths_B)
-            else:
-                result = self._verify_sampled(logits, drafts_BK[rows], lengths_B, [requests[i] for i in chosen])
-            counts, outputs = result.num_accepted_B.tolist(), result.output_ids_BS.tolist()
-            for place, i in enumerate(chosen):
-                emitted[i] = outputs[place][: counts[place] + 1]
-        return emitted
-
-    def _verify_sampled(
-        self, logits_BSV: Tensor, drafts_BK: Tensor, lengths_B: Tensor, requests: list[Request]
-    ) -> Verification:
-        batch, width, vocab = logits_BSV.shape
-        params = [r.params for r in requests for _ in range(width)]
-        probs_BSV = probabilities(logits_BSV.reshape(batch * width, vocab), params).view(batch, width, vocab)
-        noise = [r.noise for r in requests if r.noise is not None]
-        accept_BK = torch.stack([uniform(width - 1, n.accept) for n in noise])
-        sample_BV = torch.stack([exponential(vocab, n.sample) for n in noise])
-        draft_probs = self._draft_probs(requests, drafts_BK, vocab)
-        return verify_standard(probs_BSV, drafts_BK, lengths_B, draft_probs, accept_BK, sample_BV)
-
-    def _draft_probs(self, requests: list[Request], drafts_BK: Tensor, vocab: int) -> Tensor | None:
-        """Draft probabilities over the verifier's vocabulary [B, K, V]; None when every draft is one-hot."""
-        if all(r.draft_probs_KD is None for r in requests):
-            return None
-        probs_BKV = torch.zeros((*drafts_BK.shape, vocab), device=drafts_BK.device)
-        ids_D = None if self.proposer is None else self.proposer.verifier_ids_D
-        for row, request in enumerate(requests):
-            kept = request.draft_probs_KD
-            if kept is None:
-                probs_BKV[row].scatter_(1, drafts_BK[row][:, None], 1.0)
-            elif ids_D is None:
-                probs_BKV[row, : len(kept), : kept.shape[1]] = kept
-            else:
-                probs_BKV[row][: len(kept)][:, ids_D] = kept
-        return probs_BKV
 
 
 def _padded(rows: Sequence[Sequence[int]], width: int, device: torch.device) -> Tensor:
