@@ -118,9 +118,11 @@ def native_depth(config: Mapping[str, Any], method: str) -> int | None:
 
 
 def is_causal_lm(config: Mapping[str, Any]) -> bool:
-    """Whether a configuration is a language model's, by its class or by its type."""
-    named = any(_CAUSAL_LM.search(name) for name in _class_names(config))
-    return named or config.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    """Whether a configuration is a language model's, by its class, or by its type where none is named."""
+    names = _class_names(config)
+    if names:
+        return any(_CAUSAL_LM.search(name) for name in names)
+    return config.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 def _method(config: Mapping[str, Any]) -> str | None:

@@ -184,7 +184,7 @@ class Key:
             reason = f"{error}; {expected}" if str(error) else expected
             raise EngineError(f"{where}: {name}={value!r}: {reason}") from None
         if self.honoured is not None and not any(_same(kept, one) for one in self.honoured):
-            allowed = " or ".join(repr(one) for one in dict.fromkeys(_named(self.honoured, self.nullable)))
+            allowed = " or ".join(repr(one) for one in _named(self.honoured, self.nullable))
             raise EngineError(
                 f"{where}: {name}={value!r} cannot be honoured by this engine: {self.about}; it runs with "
                 f"{name}={allowed}"
