@@ -16,7 +16,7 @@ PACKAGE = ROOT / "speculators"
 RANK = {"errors": 0, "formats": 1, "models": 2, "runtime": 3, "convert": 4, "extract": 4, "train": 5, "cli": 6}
 VERBS = ("runtime", "convert", "extract", "train", "cli")
 # Places where a method or a producer has to be called by its name.
-FAMILY_TABLES = re.compile(r"speculators/(runtime/config|convert/(from|to)_\w+)\.py")
+FAMILY_TABLES = re.compile(r"speculators/(runtime/(config|recognise)|convert/(from|to)_\w+)\.py")
 # Packages whose absence is normal (extras), or whose import is slow and needed for one picture, kernel or kind of file.
 LATE_THIRD_PARTY = {"datasets", "gguf", "llguidance", "matplotlib", "pyarrow", "vllm"}
 # Kernels are decorated as their module is read, so that this imports Triton: it is read when one is first run.

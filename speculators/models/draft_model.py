@@ -187,6 +187,9 @@ class DraftModel(nn.Module, ABC):
     # Patterns of the names of matrices with a row a token.
     tables: ClassVar[tuple[str, ...]] = ("embed_tokens.weight", "lm_head.weight")
 
+    # How many of its head's likeliest tokens a draft chooses among, where another head biases them; None for all.
+    num_candidates: int | None = None
+
     # Whether the methods of the model itself that are `compilable` are compiled; modules inside have their own.
     compiles = False
 

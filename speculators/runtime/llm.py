@@ -1,5 +1,6 @@
 """Generation in process: `LLM`, with the names and the meaning that vLLM users know."""
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -13,18 +14,22 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from speculators.errors import EngineError, RequestError, StoreError
 from speculators.formats.hidden_states import HiddenStatesOptions, HiddenStatesWriter, parse_transfer_config
 from speculators.formats.hidden_states_options import LAYER_IDS
-from speculators.formats.verifier_weights import VerifierWeights
 from speculators.models.speculator import Speculator
-from speculators.runtime.config import EXTRACT_METHOD, SpeculativeConfig, check_engine_keywords
+from speculators.runtime.additional import AdditionalConfig
+from speculators.runtime.config import METHOD_OF_FAMILY, SpeculativeConfig
+from speculators.runtime.config_rules import EXTRACT_METHOD
 from speculators.runtime.engine import Engine, EngineLimits
+from speculators.runtime.engine_keywords import check_engine_keywords
 from speculators.runtime.infer import Plan, infer
+from speculators.runtime.methods import make_proposer, require_served
 from speculators.runtime.outputs import RequestOutput
-from speculators.runtime.proposers.draft_head import DraftHeadProposer
 from speculators.runtime.recorder import HiddenStatesRecorder, check_extraction
 from speculators.runtime.sampling import SamplingParams
 from speculators.runtime.stats import SpecDecodeStats
 from speculators.runtime.transfer import KVTransferConfig
 from speculators.runtime.verifier import Verifier
+
+logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 _DEFAULT_LENGTH = 4096
@@ -65,25 +70,30 @@ class LLM:
         device: str | None = None,
         per_request_spec_decode_metrics: str | None = None,
         kv_transfer_config: Mapping[str, Any] | KVTransferConfig | None = None,
+        additional_config: Mapping[str, Any] | None = None,
         **engine_keywords: Any,
     ) -> None:
         check_engine_keywords(engine_keywords)
         config = None if speculative_config is None else SpeculativeConfig.from_dict(speculative_config)
-        plan = infer(str(model), config, revision=revision)
+        additional = None if additional_config is None else AdditionalConfig.from_dict(additional_config)
+        plan = infer(str(model), config, additional, revision=revision)
+        require_served(plan)
         transfer = _transfer(plan, kv_transfer_config)
         verifier = Verifier.from_pretrained(
             plan.verifier,
             dtype=dtype,
             device=device,
-            revision=revision if plan.speculator is None else None,
+            revision=revision if plan.verifier == str(model) else None,
             trust_remote_code=trust_remote_code,
-            tokenizer=tokenizer if plan.verifier == str(model) else None,
+            tokenizer=_tokenizer(tokenizer, plan, str(model)),
         )
         _limit_memory(gpu_memory_utilization, verifier.device)
+        longest = _model_length(max_model_len, verifier)
         limits = EngineLimits(
             _positive("max_num_seqs", max_num_seqs),
-            _model_length(max_model_len, verifier),
+            longest,
             _positive("max_num_batched_tokens", max_num_batched_tokens),
+            _drafted_length(plan, longest),
         )
         recorder = None if transfer is None else _recorder(plan, transfer, verifier)
         self._take(verifier, plan, limits, seed, per_request_spec_decode_metrics, recorder)
@@ -101,10 +111,14 @@ class LLM:
     ) -> "LLM":
         """Build on a verifier and a speculator that are loaded already; both keep belonging to the caller."""
         llm = cls.__new__(cls)
-        depth = 0
+        config = None
         if speculator is not None:
-            depth = num_speculative_tokens or speculator.config.num_speculative_tokens
-        plan = Plan(verifier.name_or_path, speculator, None, depth, draft_sample_method)
+            config = SpeculativeConfig(
+                method=METHOD_OF_FAMILY[speculator.config.speculators_model_type],
+                num_speculative_tokens=num_speculative_tokens or speculator.config.num_speculative_tokens,
+                draft_sample_method=draft_sample_method,
+            )
+        plan = Plan(verifier.name_or_path, config, speculator)
         llm._take(verifier, plan, limits or EngineLimits(max_model_len=_model_length(None, verifier)), seed, None)
         return llm
 
@@ -117,17 +131,7 @@ class LLM:
         level: str | None,
         recorder: HiddenStatesRecorder | None = None,
     ) -> None:
-        proposer = None
-        if plan.speculator is not None:
-            speculator = plan.speculator.to(verifier.device, verifier.dtype)
-            if speculator.draft.missing_tensors():
-                speculator.attach_verifier(weights_of(verifier))
-            proposer = DraftHeadProposer(
-                speculator.draft,
-                plan.num_speculative_tokens,
-                limits.max_num_seqs,
-                probabilistic=plan.draft_sample_method == "probabilistic",
-            )
+        proposer = make_proposer(plan, verifier, limits)
         if level not in (None, "none", "summary", "detailed"):
             raise EngineError(f"LLM: per_request_spec_decode_metrics={level!r}: expected none, summary or detailed")
         if level in ("summary", "detailed") and proposer is None:
@@ -287,9 +291,17 @@ def _recorder(plan: Plan, options: HiddenStatesOptions, verifier: Verifier) -> H
     return HiddenStatesRecorder(writer, plan.layer_ids)
 
 
-def weights_of(verifier: Verifier) -> VerifierWeights:
-    """Embedding, head and final norm of a loaded verifier, without reading its files again."""
-    return VerifierWeights.from_model(verifier.model)
+def _tokenizer(asked: str | None, plan: Plan, model: str) -> str | None:
+    """The tokenizer to read in place of the verifier's; none where a speculator says which verifier that is."""
+    if asked is None or plan.verifier == model:
+        return asked
+    logger.warning(
+        "LLM: tokenizer=%r is reset to %r, the verifier of the speculator %s that is served",
+        asked,
+        plan.verifier,
+        model,
+    )
+    return None
 
 
 def _joined(outputs: list[RequestOutput]) -> RequestOutput:
@@ -327,6 +339,16 @@ def _model_length(asked: int | None, verifier: Verifier) -> int:
     if longest is not None and _positive("max_model_len", asked) > longest:
         raise EngineError(
             f"LLM: max_model_len={asked} is more than the {longest} positions of verifier {verifier.name_or_path!r}"
+        )
+    return asked
+
+
+def _drafted_length(plan: Plan, longest: int) -> int | None:
+    asked = None if plan.config is None else plan.config.max_model_len
+    if asked is not None and asked > longest:
+        raise EngineError(
+            f"speculative_config: max_model_len={asked}: expected a whole number in [1, {longest}], the engine's own "
+            "max_model_len"
         )
     return asked
 
