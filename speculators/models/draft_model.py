@@ -237,6 +237,11 @@ class DraftModel(nn.Module, ABC):
         return tuple(self.config.aux_layer_ids)
 
     @property
+    def tells_confidence(self) -> bool:
+        """Whether a head of the draft says how likely its tokens are to be accepted: proposals' `confidence_BK`."""
+        return False
+
+    @property
     def verifier_ids_D(self) -> Tensor | None:
         """int64 [D]: the verifier's id of each draft id; None where the two vocabularies are one."""
         d2t: Tensor | None = getattr(self, "d2t", None)

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 WHERE = "additional_config"
 # Block-wise acceptance by cumulative products is only defined from this depth on.
-_LEAST_BLOCK = 3
+LEAST_BLOCK = 3
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,15 @@ class AdditionalConfig:
     draft_window_size: int | None = key(
         None, Key(Whole(1), "effect", "the latest tokens that a draft's attention reads")
     )
+    batch_size_hysteresis: int = key(
+        0,
+        Key(
+            Whole(0),
+            "effect",
+            "a depth by batch size stays while a batch size at most so far away has it (this engine's own key)",
+            nullable=False,
+        ),
+    )
 
     def __post_init__(self) -> None:
         check_keys(self, WHERE)
@@ -145,6 +154,11 @@ class AdditionalConfig:
         _check_rule(self.rejection_sampler_config, config)
         _check_budget(self.dynamic_spec_config, config)
         _check_window(self.draft_window_size, config)
+        if self.batch_size_hysteresis and config.num_speculative_tokens_per_batch_size is None:
+            raise EngineError(
+                f"{WHERE}: batch_size_hysteresis={self.batch_size_hysteresis} without speculative_config's "
+                "num_speculative_tokens_per_batch_size, whose depths it keeps; expected both"
+            )
 
 
 def _check_rule(rule: RejectionSamplerConfig, config: SpeculativeConfig) -> None:
@@ -155,9 +169,9 @@ def _check_rule(rule: RejectionSamplerConfig, config: SpeculativeConfig) -> None
             f"{config.rejection_sample_method!r}; expected 'standard'"
         )
     depth = config.num_speculative_tokens
-    if rule.enable_block_verify and depth is not None and depth < _LEAST_BLOCK:
+    if rule.enable_block_verify and depth is not None and depth < LEAST_BLOCK:
         raise EngineError(
-            f"{where}: enable_block_verify=True with num_speculative_tokens={depth}: expected at least {_LEAST_BLOCK}"
+            f"{where}: enable_block_verify=True with num_speculative_tokens={depth}: expected at least {LEAST_BLOCK}"
         )
 
 

@@ -4,7 +4,7 @@ Shapes: B rows, K drafts. Confidence is how likely a draft is to be accepted onc
 running product, how likely it is to be accepted at all.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import ceil
 from typing import cast
 
@@ -85,30 +85,6 @@ class ConfidenceBudget:
         self.budget_per_request = max(min_verify_tokens, min(initial_verify_budget_per_req, num_speculative_tokens))
         self._proposals = 0
 
-    @classmethod
-    def from_config(
-        cls, given: object, method: str, num_speculative_tokens: int, reads_head: Mapping[str, bool]
-    ) -> "ConfidenceBudget | None":
-        """Of `{"method": ..., "method_params": {...}}`; None where its method is None.
-
-        `reads_head` has the methods that there are, and whether each has a confidence head; `method` is that of the
-        speculation, which the given one must equal. EngineError names what is wrong.
-        """
-        config = _mapping(KEY, given, ("method", "method_params"))
-        chosen = config.get("method")
-        if chosen is None:
-            return None
-        if chosen not in reads_head:
-            known = ", ".join(repr(one) for one in reads_head)
-            raise EngineError(f"{KEY}: method={chosen!r}: expected one of {known}, or None")
-        if chosen != method:
-            raise EngineError(f"{KEY}: method={chosen!r}, but the speculative method is {method!r}; they must be equal")
-        params = config.get("method_params")
-        names = ("initial_verify_budget_per_req", "budget_update_interval", "budget_threshold", "min_verify_tokens")
-        options = _mapping(f"{KEY}: method_params", {} if params is None else params, names)
-        # The constructor checks the types of what a user wrote.
-        return cls(num_speculative_tokens, from_head=reads_head[str(chosen)], **cast(Mapping[str, int], options))
-
     def tokens_to_draft(self, num_requests: int) -> int:
         """Always all."""
         return self.num_tokens
@@ -146,12 +122,3 @@ def _require(name: str, value: object, least: int, most: int | None) -> None:
     if not whole or cast(int, value) < least or (most is not None and cast(int, value) > most):
         allowed = f"at least {least}" if most is None else f"{least} to {most} (num_speculative_tokens)"
         raise EngineError(f"{KEY}: {name}={value!r}: expected a whole number of {allowed}")
-
-
-def _mapping(where: str, given: object, known: Sequence[str]) -> Mapping[str, object]:
-    if not isinstance(given, Mapping):
-        raise EngineError(f"{where} is {given!r}, expected an object with the keys {', '.join(known)}")
-    unknown = [key for key in given if key not in known]
-    if unknown:
-        raise EngineError(f"{where}: unknown key {unknown[0]!r}; known: {', '.join(known)}")
-    return given

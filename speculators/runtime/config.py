@@ -12,7 +12,7 @@ from speculators.runtime.config_rules import (
     NGRAM_METHODS,
     WHERE,
     BatchSizeRange,
-    BatchSizeTable,
+    BatchSizeRanges,
     Rates,
     check_together,
     layer_ids_of,
@@ -60,8 +60,11 @@ BLOCK_METHODS = ("dflash", "dspark")
 PARALLEL_METHODS = ("eagle", "eagle3", "draft_model", *BLOCK_METHODS)
 # A depth that changes from step to step is already that of a suffix tree, and fixed by the heads of Medusa.
 DYNAMIC_METHODS = tuple(name for name in DRAFTING_METHODS if name not in ("suffix", "medusa"))
-# Methods of which a draft says how sure it is of each token, and those whose attention can be given a window.
-CONFIDENT_METHODS = ("dspark", "dflash")
+# Methods of which a draft says how sure it is of each token: the first by a head that was trained for it, the others by
+# the probability of their likeliest token.
+CONFIDENCE_HEAD_METHODS = ("dspark",)
+CONFIDENT_METHODS = (*CONFIDENCE_HEAD_METHODS, "dflash")
+# Methods whose attention can be given a window.
 WINDOW_METHODS = ("eagle3", *BLOCK_METHODS)
 # Whose layers are the verifier's own kind, so that a window would change what they compute.
 UNWINDOWED_METHOD = "mtp"
@@ -221,7 +224,7 @@ class SpeculativeConfig:
         None, Key(Number(1), "effect", "tokens that a step of the synthetic rule yields on average")
     )
     num_speculative_tokens_per_batch_size: tuple[BatchSizeRange, ...] | None = key(
-        None, Key(BatchSizeTable(), "effect", "how many tokens are drafted at a batch size", methods=DYNAMIC_METHODS)
+        None, Key(BatchSizeRanges(), "effect", "how many tokens are drafted at a batch size", methods=DYNAMIC_METHODS)
     )
     enable_adaptive_verification: bool = key(
         False,

@@ -21,7 +21,7 @@ BatchSizeRange = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class BatchSizeTable:
+class BatchSizeRanges:
     """Depths by batch size: closed ranges [start, end, K] that begin at 1 and do not overlap, kept by their start."""
 
     expected: ClassVar[str] = "a list of [start, end, K] with 1 <= start <= end and K >= 0, the first from 1 on"

@@ -135,12 +135,3 @@ def depth_of(proposer: Proposer | None, depth: DepthPolicy | None) -> DepthPolic
             )
         proposer.keeps_top_probs = True
     return depth
-
-
-def require_one_depth_rule(**given: bool) -> None:
-    """EngineError where more than one of the named options that choose the depth is on."""
-    chosen = [name for name, on in given.items() if on]
-    if len(chosen) > 1:
-        raise EngineError(
-            f"{' and '.join(chosen)} cannot be combined: each of them decides how many drafts are verified; keep one"
-        )

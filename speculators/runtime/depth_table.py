@@ -1,7 +1,7 @@
 """How many tokens to draft, by how many requests there are (vLLM's `num_speculative_tokens_per_batch_size`)."""
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 from speculators.errors import EngineError
@@ -13,15 +13,6 @@ logger = logging.getLogger(__name__)
 
 KEY = "num_speculative_tokens_per_batch_size"
 _EXAMPLE = "[[1, 16, 3], [17, 64, 1]], that is [first batch size, last batch size, tokens]"
-
-
-def require_shared_depth(method: str, own_depth: Collection[str]) -> None:
-    """EngineError for a method among `own_depth`, whose number of drafts cannot follow the batch size."""
-    if method in own_depth:
-        raise EngineError(
-            f"speculative_config: {KEY} cannot be used with method {method!r}, which has a depth of its own; leave "
-            "one of the two out"
-        )
 
 
 class BatchSizeTable:

@@ -4,7 +4,6 @@ Running requests own cache rows 0..B-1. One step admits waiting requests, verifi
 forward pass, commits what was accepted, and drafts again. A rejection only moves a length.
 """
 
-import logging
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -28,20 +27,14 @@ from speculators.runtime.stats import SpecDecodeStats
 from speculators.runtime.verifier import Verifier
 from speculators.runtime.verifying import BatchVerifier
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """How much the engine takes at once: requests, tokens a request (prompt and output), prompt tokens a pass.
-
-    Nothing is drafted for a request that would be longer with its drafts than `max_drafted_len` tokens.
-    """
+    """How much the engine takes at once: requests, tokens a request (prompt and output), prompt tokens a pass."""
 
     max_num_seqs: int = 16
     max_model_len: int = 2048
     max_num_batched_tokens: int = 2048
-    max_drafted_len: int | None = None
 
 
 class Engine:
@@ -77,7 +70,6 @@ class Engine:
             verifier.tokenizer, verifier.vocab_size, verifier.eos_token_ids, verifier.device
         )
         self._num_requests = 0
-        self._told_of_length = False
         reader = recorder.layer_ids if recorder is not None else proposer.aux_layer_ids if proposer is not None else ()
         self._aux_layer_ids = tuple(reader)
         self._verify = BatchVerifier(rule or StandardRule(), None if proposer is None else proposer.verifier_ids_D)
@@ -305,23 +297,10 @@ class Engine:
         proposal = self.proposer.propose(new, num_tokens)
         ids, lengths = proposal.token_ids_BK.tolist(), self.depth.verification_lengths(proposal, new.requests)
         for row, request in enumerate(new.requests):
-            count = min(lengths[row], request.room) if self._may_draft(request) else 0
+            count = min(lengths[row], request.room)
             request.drafts = ids[row][:count]
             if proposal.probs_BKD is not None and not request.params.greedy:
                 request.draft_probs_KD = proposal.probs_BKD[row, :count]
-
-    def _may_draft(self, request: Request) -> bool:
-        limit = self.limits.max_drafted_len
-        if limit is None or len(request.tokens) + self.num_speculative_tokens <= limit:
-            return True
-        if not self._told_of_length:
-            logger.warning(
-                "request %s and its drafts are longer than the %d tokens that a draft takes; it goes on without them",
-                request.request_id,
-                limit,
-            )
-        self._told_of_length = True
-        return False
 
 
 def _padded(rows: Sequence[Sequence[int]], width: int, device: torch.device) -> Tensor:

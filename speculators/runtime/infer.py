@@ -9,7 +9,6 @@ from typing import Any
 
 from speculators.errors import EngineError, SpeculatorsError
 from speculators.formats.checkpoint import read_config
-from speculators.formats.config import DecoderDraftConfig
 from speculators.formats.hub import fetch_config, is_local, resolve
 from speculators.models.speculator import Speculator
 from speculators.runtime.additional import AdditionalConfig
@@ -36,11 +35,13 @@ class Plan:
 
     In `config`, method and depth are known, `model` is what drafts (None where nothing is read for it), and
     `parallel_drafting` says how the draft was made. `speculator` is there where the draft is one of our directories.
+    `verifier_revision` is the commit of the verifier's repository that was asked for.
     """
 
     verifier: str
     config: SpeculativeConfig | None = None
     speculator: Speculator | None = None
+    verifier_revision: str | None = None
     additional: AdditionalConfig = field(default_factory=AdditionalConfig)
 
     @property
@@ -89,10 +90,11 @@ def infer(
     proposal, else what the architecture drafts, else an error.
     """
     plan = _plan(model, config, revision)
+    if plan.verifier == model:
+        plan.verifier_revision = revision
     if additional is not None:
         additional.check_against(plan.config)
         plan.additional = additional
-        _warn_of_window(plan)
     return plan
 
 
@@ -255,17 +257,3 @@ def _parallel(config: SpeculativeConfig, kind: DraftKind, source: str, *, always
     if asked is False and always:
         logger.warning("%s: parallel_drafting=False is reset to True, for which %s was made", _WHERE, source)
     return always or bool(asked)
-
-
-def _warn_of_window(plan: Plan) -> None:
-    size = plan.additional.draft_window_size
-    if size is None or plan.speculator is None or not isinstance(plan.speculator.config, DecoderDraftConfig):
-        return
-    native = plan.speculator.config.transformer_layer_config.sliding_window
-    if native is not None and size < native:
-        logger.warning(
-            "additional_config: draft_window_size=%d is below the window of %d tokens that the draft was trained with; "
-            "fewer drafts will be accepted",
-            size,
-            native,
-        )

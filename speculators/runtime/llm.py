@@ -16,12 +16,14 @@ from speculators.formats.hidden_states import HiddenStatesOptions, HiddenStatesW
 from speculators.formats.hidden_states_options import LAYER_IDS
 from speculators.models.speculator import Speculator
 from speculators.runtime.additional import AdditionalConfig
+from speculators.runtime.assemble import choose_depth, choose_rule
 from speculators.runtime.config import METHOD_OF_FAMILY, SpeculativeConfig
 from speculators.runtime.config_rules import EXTRACT_METHOD
+from speculators.runtime.description import LanguageModel, ModelDescription
 from speculators.runtime.engine import Engine, EngineLimits
 from speculators.runtime.engine_keywords import check_engine_keywords
 from speculators.runtime.infer import Plan, infer
-from speculators.runtime.methods import make_proposer, require_served
+from speculators.runtime.methods import Build, prepare
 from speculators.runtime.outputs import RequestOutput
 from speculators.runtime.recorder import HiddenStatesRecorder, check_extraction
 from speculators.runtime.sampling import SamplingParams
@@ -77,26 +79,30 @@ class LLM:
         config = None if speculative_config is None else SpeculativeConfig.from_dict(speculative_config)
         additional = None if additional_config is None else AdditionalConfig.from_dict(additional_config)
         plan = infer(str(model), config, additional, revision=revision)
-        require_served(plan)
         transfer = _transfer(plan, kv_transfer_config)
-        verifier = Verifier.from_pretrained(
-            plan.verifier,
-            dtype=dtype,
-            device=device,
-            revision=revision if plan.verifier == str(model) else None,
-            trust_remote_code=trust_remote_code,
-            tokenizer=_tokenizer(tokenizer, plan, str(model)),
+        told = ModelDescription(
+            plan.verifier, plan.verifier_revision, trust_remote_code, _tokenizer(tokenizer, plan, str(model))
         )
-        _limit_memory(gpu_memory_utilization, verifier.device)
-        longest = _model_length(max_model_len, verifier)
+        longest = _model_length(max_model_len, told)
+        _check_drafted_length(plan, longest)
         limits = EngineLimits(
             _positive("max_num_seqs", max_num_seqs),
             longest,
             _positive("max_num_batched_tokens", max_num_batched_tokens),
-            _drafted_length(plan, longest),
         )
+        _check_metrics_level(per_request_spec_decode_metrics, plan)
+        build = prepare(plan, told)
+        verifier = Verifier.from_pretrained(
+            plan.verifier,
+            dtype=dtype,
+            device=device,
+            revision=plan.verifier_revision,
+            trust_remote_code=trust_remote_code,
+            tokenizer=told.tokenizer_path,
+        )
+        _limit_memory(gpu_memory_utilization, verifier.device)
         recorder = None if transfer is None else _recorder(plan, transfer, verifier)
-        self._take(verifier, plan, limits, seed, per_request_spec_decode_metrics, recorder)
+        self._take(verifier, plan, build, limits, seed, per_request_spec_decode_metrics, recorder)
 
     @classmethod
     def from_parts(
@@ -119,28 +125,31 @@ class LLM:
                 draft_sample_method=draft_sample_method,
             )
         plan = Plan(verifier.name_or_path, config, speculator)
-        llm._take(verifier, plan, limits or EngineLimits(max_model_len=_model_length(None, verifier)), seed, None)
+        limits = limits or EngineLimits(max_model_len=_model_length(None, verifier))
+        llm._take(verifier, plan, prepare(plan, verifier), limits, seed, None)
         return llm
 
     def _take(
         self,
         verifier: Verifier,
         plan: Plan,
+        build: Build | None,
         limits: EngineLimits,
         seed: int,
         level: str | None,
         recorder: HiddenStatesRecorder | None = None,
     ) -> None:
-        proposer = make_proposer(plan, verifier, limits)
-        if level not in (None, "none", "summary", "detailed"):
-            raise EngineError(f"LLM: per_request_spec_decode_metrics={level!r}: expected none, summary or detailed")
-        if level in ("summary", "detailed") and proposer is None:
-            raise EngineError(
-                f"LLM: per_request_spec_decode_metrics={level!r} requires speculative decoding to be enabled"
-            )
+        proposer = None if build is None else build(verifier, limits)
         self.verifier, self.method = verifier, plan.method
         self.engine = Engine(
-            verifier, proposer, limits=limits, seed=seed, metrics_level=level or "summary", recorder=recorder
+            verifier,
+            proposer,
+            limits=limits,
+            seed=seed,
+            metrics_level=level or "summary",
+            recorder=recorder,
+            depth=choose_depth(plan, proposer, verifier, limits),
+            rule=choose_rule(plan),
         )
         self._count = 0
 
@@ -332,7 +341,7 @@ def _positive(name: str, value: int) -> int:
     return value
 
 
-def _model_length(asked: int | None, verifier: Verifier) -> int:
+def _model_length(asked: int | None, verifier: LanguageModel) -> int:
     longest = verifier.max_length
     if asked is None:
         return min(longest or _DEFAULT_LENGTH, _DEFAULT_LENGTH)
@@ -343,14 +352,20 @@ def _model_length(asked: int | None, verifier: Verifier) -> int:
     return asked
 
 
-def _drafted_length(plan: Plan, longest: int) -> int | None:
+def _check_drafted_length(plan: Plan, longest: int) -> None:
     asked = None if plan.config is None else plan.config.max_model_len
     if asked is not None and asked > longest:
         raise EngineError(
             f"speculative_config: max_model_len={asked}: expected a whole number in [1, {longest}], the engine's own "
             "max_model_len"
         )
-    return asked
+
+
+def _check_metrics_level(level: str | None, plan: Plan) -> None:
+    if level not in (None, "none", "summary", "detailed"):
+        raise EngineError(f"LLM: per_request_spec_decode_metrics={level!r}: expected none, summary or detailed")
+    if level in ("summary", "detailed") and not plan.num_speculative_tokens:
+        raise EngineError(f"LLM: per_request_spec_decode_metrics={level!r} requires speculative decoding to be enabled")
 
 
 def _limit_memory(share: float | None, device: torch.device) -> None:

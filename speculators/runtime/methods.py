@@ -1,75 +1,112 @@
-"""What drafts for a plan: one table from the method's name to how its proposer is built."""
+"""What drafts for a plan: one table from the method's name to how its proposer is built.
+
+A method is prepared before the verifier's weights are read, so that whatever is wrong is told at once; what comes of it
+builds the proposer beside the loaded verifier.
+"""
 
 from collections.abc import Callable, Mapping
 
 from speculators.errors import EngineError
 from speculators.formats.verifier_weights import VerifierWeights
-from speculators.runtime.config import METHOD_OF_FAMILY, SpeculativeConfig
+from speculators.models.serving_window import limit_draft_window
+from speculators.models.speculator import Speculator
+from speculators.runtime.config import (
+    CONFIDENCE_HEAD_METHODS,
+    METHOD_OF_FAMILY,
+    OWN_CHECKPOINT_METHODS,
+    WINDOW_METHODS,
+    SpeculativeConfig,
+)
 from speculators.runtime.config_rules import EXTRACT_METHOD, WHERE
+from speculators.runtime.description import LanguageModel, ModelDescription
 from speculators.runtime.engine import EngineLimits
 from speculators.runtime.infer import Plan
 from speculators.runtime.proposers.draft_head import DraftHeadProposer
+from speculators.runtime.proposers.draft_model import (
+    DraftModelProposer,
+    ParallelDraftModelProposer,
+    draft_vocabulary,
+)
 from speculators.runtime.proposers.proposer import Proposer
-from speculators.runtime.schema import changed_keys
 from speculators.runtime.verifier import Verifier
 
-Builder = Callable[[Plan, SpeculativeConfig, Verifier, EngineLimits], Proposer]
+Build = Callable[[Verifier, EngineLimits], Proposer]
+Preparation = Callable[[Plan, SpeculativeConfig, LanguageModel], Build]
 
 
-def make_proposer(plan: Plan, verifier: Verifier, limits: EngineLimits) -> Proposer | None:
-    """What drafts as the plan says, beside its loaded verifier; None where nothing is drafted."""
+def prepare(plan: Plan, verifier: LanguageModel) -> Build | None:
+    """Read and check what drafts as a plan says, beside a verifier that need not be loaded; None for no drafts.
+
+    EngineError, FormatError or VerifierError says what cannot be served.
+    """
     if plan.config is None or plan.config.method == EXTRACT_METHOD:
         return None
-    return _builder(plan)(plan, plan.config, verifier, limits)
+    assert plan.config.method is not None
+    return BUILDERS[plan.config.method](plan, plan.config, verifier)
 
 
-def require_served(plan: Plan) -> None:
-    """Refuse a plan that this engine cannot run, before its verifier is loaded; EngineError says what is not served."""
-    config = plan.config
-    if config is None or config.method == EXTRACT_METHOD:
-        return
-    if _builder(plan) is _draft_head and plan.speculator is None:
+def _draft_head(plan: Plan, config: SpeculativeConfig, verifier: LanguageModel) -> Build:
+    speculator = plan.speculator or _native(plan, config)
+    budget = plan.additional.dynamic_spec_config.method
+    if budget in CONFIDENCE_HEAD_METHODS and not speculator.draft.tells_confidence:
+        raise EngineError(
+            f"additional_config.dynamic_spec_config: method={budget!r} reads a confidence head, and {config.model} has "
+            "none; leave it out, or give a speculator with one"
+        )
+    window = plan.additional.draft_window_size if config.method in WINDOW_METHODS else None
+
+    def build(loaded: Verifier, limits: EngineLimits) -> Proposer:
+        placed = speculator.to(loaded.device, loaded.dtype)
+        if placed.draft.missing_tensors():
+            placed.attach_verifier(VerifierWeights.from_model(loaded.model))
+        placed.draft.num_candidates = config.num_candidates
+        if window is not None:
+            limit_draft_window(placed.draft, window)
+        return DraftHeadProposer(
+            placed.draft, plan.num_speculative_tokens, limits.max_num_seqs, probabilistic=config.probabilistic
+        )
+
+    return build
+
+
+def _native(plan: Plan, config: SpeculativeConfig) -> Speculator:
+    """The draft that the verifier's own checkpoint has."""
+    if config.model != plan.verifier or config.method not in OWN_CHECKPOINT_METHODS:
         raise EngineError(
             f"{WHERE}: model={config.model!r} is no speculator directory: its config.json has no speculators_config, "
-            f"and method {config.method!r} drafts from nothing else yet"
+            f"and method {config.method!r} drafts from nothing else; `speculators convert` makes one of drafts that "
+            "others have published"
         )
-    for name, _, value in changed_keys(config):
-        if name in _UNSERVED_KEYS:
-            raise EngineError(f"{WHERE}: {name}={value!r} is not served yet; leave it out")
-    for name, _, value in changed_keys(plan.additional):
-        if name in _UNSERVED_ADDITIONAL:
-            raise EngineError(f"additional_config: {name}={value!r} is not served yet; leave it out")
+    return Speculator.from_verifier(config.model, config.method, revision=plan.verifier_revision)
 
 
-def _builder(plan: Plan) -> Builder:
-    builder = None if plan.method is None else BUILDERS.get(plan.method)
-    if builder is None:
-        raise EngineError(
-            f"{WHERE}: method={plan.method!r} is not served yet; these are: {', '.join(sorted(BUILDERS))}"
-        )
-    return builder
-
-
-def _draft_head(plan: Plan, config: SpeculativeConfig, verifier: Verifier, limits: EngineLimits) -> Proposer:
-    assert plan.speculator is not None
-    assert config.num_speculative_tokens is not None
-    speculator = plan.speculator.to(verifier.device, verifier.dtype)
-    if speculator.draft.missing_tensors():
-        speculator.attach_verifier(VerifierWeights.from_model(verifier.model))
-    speculator.draft.num_candidates = config.num_candidates
-    return DraftHeadProposer(
-        speculator.draft, config.num_speculative_tokens, limits.max_num_seqs, probabilistic=config.probabilistic
+def _draft_model(plan: Plan, config: SpeculativeConfig, verifier: LanguageModel) -> Build:
+    assert config.model is not None
+    parallel, source = bool(config.parallel_drafting), config.model
+    vocabulary = draft_vocabulary(
+        verifier,
+        ModelDescription(source, config.revision),
+        parallel=parallel,
+        heterogeneous=config.use_heterogeneous_vocab,
+        max_length=config.max_model_len,
     )
 
+    def build(loaded: Verifier, limits: EngineLimits) -> Proposer:
+        draft = Verifier.from_pretrained(source, dtype=loaded.dtype, device=loaded.device, revision=config.revision)
+        kind = ParallelDraftModelProposer if parallel else DraftModelProposer
+        return kind(
+            draft,
+            plan.num_speculative_tokens,
+            limits.max_num_seqs,
+            vocabulary=vocabulary,
+            probabilistic=config.probabilistic,
+            max_length=config.max_model_len,
+        )
 
-BUILDERS: Mapping[str, Builder] = dict.fromkeys(METHOD_OF_FAMILY.values(), _draft_head)
+    return build
 
-# Keys whose values are checked, and which nothing acts on yet: any value but the default is refused.
-_UNSERVED_KEYS = frozenset(
-    {
-        "rejection_sample_method",
-        "num_speculative_tokens_per_batch_size",
-        "enable_adaptive_verification",
-    }
-)
-_UNSERVED_ADDITIONAL = frozenset({"rejection_sampler_config", "dynamic_spec_config", "draft_window_size"})
+
+BUILDERS: Mapping[str, Preparation] = {
+    **dict.fromkeys(METHOD_OF_FAMILY.values(), _draft_head),
+    "draft_model": _draft_model,
+}

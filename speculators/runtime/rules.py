@@ -18,14 +18,13 @@ from torch import Tensor
 from speculators.errors import EngineError
 from speculators.models.execution import launches_triton
 from speculators.runtime import rejection
+from speculators.runtime.additional import LEAST_BLOCK, RejectionSamplerConfig
 from speculators.runtime.lossy_rejection import posterior_tolerance, verify_ascend_block, verify_entropy
 from speculators.runtime.rejection import Verification
 
 logger = logging.getLogger(__name__)
 
 REJECTION_SAMPLE_METHODS = ("standard", "block", "synthetic")
-# vLLM-Ascend's block rule takes no fewer drafts.
-LEAST_ASCEND_BLOCK = 3
 
 
 @dataclass(frozen=True)
@@ -219,40 +218,13 @@ class AscendBlockRule(Rule):
         return verify_ascend_block(*rows.arguments, tolerance_BK)
 
 
-@dataclass(frozen=True)
-class LossyOptions:
-    """vLLM-Ascend's `rejection_sampler_config`; EngineError names a wrong value.
-
-    `posterior_threshold` in (0, 1] and `posterior_alpha` of at least 0 belong to `enable_entropy_verify`.
-    """
-
-    enable_block_verify: bool = False
-    enable_entropy_verify: bool = False
-    posterior_threshold: float = 0.95
-    posterior_alpha: float = 0.4
-
-    def __post_init__(self) -> None:
-        for name in ("enable_block_verify", "enable_entropy_verify"):
-            self._require(name, isinstance(getattr(self, name), bool), "true or false")
-        threshold, alpha = self.posterior_threshold, self.posterior_alpha
-        self._require("posterior_threshold", _is_number(threshold) and 0 < threshold <= 1, "a number in (0, 1]")
-        self._require("posterior_alpha", _is_number(alpha) and alpha >= 0, "a number of at least 0")
-        for name, value in (("posterior_threshold", 0.95), ("posterior_alpha", 0.4)):
-            fine = self.enable_entropy_verify or getattr(self, name) == value
-            self._require(name, fine, "to be left out unless enable_entropy_verify is true, which it belongs to")
-
-    def _require(self, name: str, fine: bool, expected: str) -> None:
-        if not fine:
-            raise EngineError(f"rejection_sampler_config: {name}={getattr(self, name)!r}: expected {expected}")
-
-
 def make_rule(
     rejection_sample_method: str = "standard",
     num_speculative_tokens: int = 1,
     *,
     synthetic_acceptance_rates: Sequence[float] | None = None,
     synthetic_acceptance_length: float | None = None,
-    lossy: LossyOptions | None = None,
+    lossy: RejectionSamplerConfig | None = None,
 ) -> Rule:
     """The rule of a user's options, K being `num_speculative_tokens`; says what a user of it must know.
 
@@ -271,7 +243,7 @@ def make_rule(
                 "choose that method or leave the key out"
             )
     rule: Rule
-    if lossy is not None and (lossy.enable_block_verify or lossy.enable_entropy_verify):
+    if lossy is not None and lossy.lossy:
         rule = _lossy_rule(lossy, method, num_speculative_tokens)
     elif method == "synthetic":
         rule = SyntheticRule(conditional_rates(_prefix_rates(num_speculative_tokens, rates, length)))
@@ -282,21 +254,21 @@ def make_rule(
     return rule
 
 
-def _lossy_rule(options: LossyOptions, method: str, num_tokens: int) -> Rule:
+def _lossy_rule(options: RejectionSamplerConfig, method: str, num_tokens: int) -> Rule:
     asked = [name for name in ("enable_block_verify", "enable_entropy_verify") if getattr(options, name)]
     if method != "standard":
         raise EngineError(
             f"rejection_sampler_config: {' and '.join(asked)} cannot be combined with rejection_sample_method "
             f"{method!r}; leave either out"
         )
-    if options.enable_block_verify and num_tokens < LEAST_ASCEND_BLOCK:
+    if options.enable_block_verify and num_tokens < LEAST_BLOCK:
         raise EngineError(
             f"rejection_sampler_config: enable_block_verify needs num_speculative_tokens of at least "
-            f"{LEAST_ASCEND_BLOCK}, got {num_tokens}; draft more, or leave it out"
+            f"{LEAST_BLOCK}, got {num_tokens}; draft more, or leave it out"
         )
     entropy = None
     if options.enable_entropy_verify:
-        entropy = EntropyRule(float(options.posterior_threshold), float(options.posterior_alpha))
+        entropy = EntropyRule(options.posterior_threshold, options.posterior_alpha)
     if entropy is None or options.enable_block_verify:
         return AscendBlockRule(entropy)
     return entropy

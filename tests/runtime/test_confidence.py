@@ -18,8 +18,6 @@ from speculators.runtime.rejection import verify_standard
 from speculators.runtime.request import Request
 from speculators.runtime.sampling import SamplingParams
 
-READS_HEAD = {"dspark": True, "dflash": False}
-
 
 def request(max_length: int = 1000, temperature: float = 0.0) -> Request:
     params = SamplingParams(temperature=temperature)
@@ -113,8 +111,7 @@ def test_every_request_keeps_its_least_but_never_more_than_fits() -> None:
 
 
 def test_defaults() -> None:
-    policy = ConfidenceBudget.from_config({"method": "dflash"}, "dflash", 7, READS_HEAD)
-    assert policy is not None
+    policy = ConfidenceBudget(7, from_head=False)
     assert policy.budget_per_request == 5
     one = torch.full((1, 7), 0.3 ** (1 / 3) + 1e-6)
     for _ in range(15):
@@ -122,22 +119,12 @@ def test_defaults() -> None:
     # Three survivals are at least 0.3, and the sixteenth proposal counts them.
     assert policy.verification_lengths(proposal(one), [request()]) == [5]
     assert policy.verification_lengths(proposal(one), [request()]) == [3]
-    small = ConfidenceBudget.from_config({"method": "dspark", "method_params": {}}, "dspark", 3, READS_HEAD)
-    assert small is not None
-    assert small.budget_per_request == 3
-    assert ConfidenceBudget.from_config({"method": None}, "eagle3", 3, READS_HEAD) is None
-    assert ConfidenceBudget.from_config({}, "eagle3", 3, READS_HEAD) is None
+    assert ConfidenceBudget(3, from_head=True).budget_per_request == 3
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (["dspark"], "dynamic_spec_config is .*expected an object"),
-        ({"method": "dspark", "params": {}}, "unknown key 'params'; known: method, method_params"),
-        ({"method": "eagle3"}, "method='eagle3': expected one of 'dspark', 'dflash', or None"),
-        ({"method": "dflash"}, "method='dflash', but the speculative method is 'dspark'"),
-        ({"method": "dspark", "method_params": [5]}, r"method_params is \[5\], expected an object"),
-        ({"method": "dspark", "method_params": {"threshold": 1}}, "unknown key 'threshold'"),
         (("initial_verify_budget_per_req", 0), "initial_verify_budget_per_req=0.*at least 1"),
         (("initial_verify_budget_per_req", 2.0), "initial_verify_budget_per_req=2.0"),
         (("budget_update_interval", 0), "budget_update_interval=0.*at least 1"),
@@ -148,11 +135,9 @@ def test_defaults() -> None:
         (("min_verify_tokens", 8), r"min_verify_tokens=8.*0 to 7"),
     ],
 )
-def test_each_fault_is_named(given: object, words: str) -> None:
-    if isinstance(given, tuple):
-        given = {"method": "dspark", "method_params": dict([given])}
+def test_each_fault_is_named(given: tuple[str, object], words: str) -> None:
     with pytest.raises(EngineError, match=words):
-        ConfidenceBudget.from_config(given, "dspark", 7, READS_HEAD)
+        ConfidenceBudget(7, from_head=True, **dict([given]))
 
 
 def test_a_draft_that_tells_nothing_is_refused() -> None:

@@ -13,7 +13,7 @@ from speculators.models.draft_model import Proposal
 from speculators.models.speculator import Speculator
 from speculators.runtime.adaptive import AdaptiveVerification
 from speculators.runtime.confidence import ConfidenceBudget
-from speculators.runtime.depth import DepthPolicy, DraftContextLimit, StaticDepth, depth_of, require_one_depth_rule
+from speculators.runtime.depth import DepthPolicy, DraftContextLimit, StaticDepth, depth_of
 from speculators.runtime.depth_table import BatchSizeTable
 from speculators.runtime.engine import Engine, EngineLimits
 from speculators.runtime.proposers.draft_head import DraftHeadProposer
@@ -81,12 +81,6 @@ def test_what_an_engine_cannot_follow_is_refused() -> None:
         depth_of(Silent(), StaticDepth(4))
     with pytest.raises(EngineError, match="needs the draft's confidence in each token, which Silent does not tell"):
         depth_of(Silent(), AdaptiveVerification(3, costs()))
-
-
-def test_two_rules_for_one_depth_are_refused() -> None:
-    require_one_depth_rule(table=False, dynamic=True, adaptive=False)
-    with pytest.raises(EngineError, match="table and adaptive cannot be combined"):
-        require_one_depth_rule(table=True, dynamic=False, adaptive=True)
 
 
 PROMPTS = [[1, 2, 3], [7] * 20, [4], [9, 8, 7, 6, 5], [2, 4, 2, 4, 2, 4], [11, 30], [5, 5, 9]]

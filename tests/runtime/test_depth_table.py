@@ -7,7 +7,7 @@ import torch
 
 from speculators.errors import EngineError
 from speculators.models.draft_model import Proposal
-from speculators.runtime.depth_table import BatchSizeTable, require_shared_depth
+from speculators.runtime.depth_table import BatchSizeTable
 from speculators.runtime.engine import Engine, EngineLimits
 from speculators.runtime.proposers.draft_head import DraftHeadProposer
 from speculators.runtime.proposers.proposer import NewTokens
@@ -81,13 +81,6 @@ def test_hysteresis_keeps_a_depth_at_the_border() -> None:
     plain, steady = BatchSizeTable(RANGES, 4, 12), BatchSizeTable(RANGES, 4, 12, hysteresis=1)
     assert [plain.tokens_to_draft(size) for size in sizes] == [4, 2, 4, 2, 2, 2, 4, 2, 4, 4, 0, 1, 1, 1]
     assert [steady.tokens_to_draft(size) for size in sizes] == [4, 4, 4, 4, 2, 2, 2, 2, 2, 4, 0, 0, 1, 1]
-
-
-def test_methods_with_a_depth_of_their_own_are_refused() -> None:
-    require_shared_depth("eagle3", ("suffix", "medusa"))
-    for method in ("suffix", "medusa"):
-        with pytest.raises(EngineError, match=f"cannot be used with method '{method}'"):
-            require_shared_depth(method, ("suffix", "medusa"))
 
 
 class Watched(DraftHeadProposer):

@@ -31,6 +31,11 @@ class DSparkModel(DFlashModel):
             else None
         )
 
+    @property
+    def tells_confidence(self) -> bool:
+        """Whether there is a confidence head."""
+        return self.confidence_head is not None
+
     def reset_parameters(self, generator: torch.Generator) -> None:
         """The backbone as DFlash's; the heads' matrices from N(0, initializer_range²), but W2 and biases at 0."""
         super().reset_parameters(generator)

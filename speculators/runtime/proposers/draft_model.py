@@ -15,8 +15,10 @@ from torch import Tensor
 from speculators.errors import EngineError
 from speculators.models.cache import SlotWrite
 from speculators.models.draft_model import DraftSampler, Proposal
+from speculators.runtime.description import LanguageModel
 from speculators.runtime.proposers.draft_head import RowSampler
 from speculators.runtime.proposers.proposer import NewTokens
+from speculators.runtime.proposers.top_probs import TopProbs
 from speculators.runtime.proposers.vocab_mapping import VocabMapping, same_vocabulary, shared_tokens
 from speculators.runtime.request import Request
 from speculators.runtime.verifier import Verifier
@@ -92,6 +94,7 @@ class DraftModelProposer:
         self.aux_layer_ids: Sequence[int] = ()
         self.verifier_ids_D: Tensor | None = None if keeps_ids else self.vocabulary.verifier_ids_C
         self._first_tokens = len(self.vocabulary.draft_ids_C) if keeps_ids else None
+        self.keeps_top_probs = False
         self._probabilistic = probabilistic
         self._cache = draft.make_cache(num_slots)
         self._rows = [_CacheRow() for _ in range(num_slots)]
@@ -119,7 +122,10 @@ class DraftModelProposer:
             for row, length, n in zip(rows, new.lengths, known, strict=True)
         ]
         sampler = RowSampler(new.requests, probabilistic=self._probabilistic)
-        return self._propose(_Round(new, rows, known, counts, num_tokens, sampler))
+        if not self.keeps_top_probs:
+            return self._propose(_Round(new, rows, known, counts, num_tokens, sampler))
+        watching = TopProbs(sampler, new.requests)
+        return watching.told(self._propose(_Round(new, rows, known, counts, num_tokens, watching)))
 
     def move(self, source: int, target: int, length: int) -> None:
         """Let the draft's cache follow a request to another row."""
@@ -263,20 +269,42 @@ def draft_model_proposer(
 ) -> DraftModelProposer:
     """The proposer of a draft model, once its vocabulary has been compared with the verifier's.
 
-    `parallel` is `parallel_drafting`, `heterogeneous` is `use_heterogeneous_vocab`. EngineError where the vocabularies
-    do not fit, where no mask token is known, or where drafts of two vocabularies are to be drawn at random.
+    `parallel` is `parallel_drafting`, `heterogeneous` is `use_heterogeneous_vocab`. EngineError where drafts of two
+    vocabularies are to be drawn at random, and as `draft_vocabulary` raises it.
     """
     if heterogeneous and probabilistic:
         raise EngineError(
             "use_heterogeneous_vocab with draft_sample_method='probabilistic': drafts of another vocabulary are the "
             "likeliest shared tokens; expected draft_sample_method='greedy'"
         )
-    vocabulary = shared_tokens(verifier, draft) if heterogeneous else same_vocabulary(verifier, draft)
+    vocabulary = draft_vocabulary(
+        verifier, draft, parallel=parallel, heterogeneous=heterogeneous, max_length=max_length
+    )
     kind = ParallelDraftModelProposer if parallel else DraftModelProposer
     return kind(draft, num_tokens, num_slots, vocabulary=vocabulary, probabilistic=probabilistic, max_length=max_length)
 
 
-def mask_token_of(draft: Verifier) -> int:
+def draft_vocabulary(
+    verifier: LanguageModel,
+    draft: LanguageModel,
+    *,
+    parallel: bool = False,
+    heterogeneous: bool = False,
+    max_length: int | None = None,
+) -> VocabMapping:
+    """Which tokens a draft model may propose to a verifier, by what the files of both say.
+
+    EngineError where the vocabularies do not fit, where the draft has layers with a running state, fewer positions than
+    `max_length`, or, for drafting in parallel, no mask token.
+    """
+    _require_attention(draft)
+    _context(draft, max_length)
+    if parallel:
+        mask_token_of(draft)
+    return shared_tokens(verifier, draft) if heterogeneous else same_vocabulary(verifier, draft)
+
+
+def mask_token_of(draft: LanguageModel) -> int:
     """The token that a draft model reads where one is to be drafted; EngineError where its config does not say."""
     for key in MASK_TOKEN_KEYS:
         found = getattr(draft.config, key, None)
@@ -299,7 +327,7 @@ def _known(new: NewTokens) -> list[int]:
     return [start + length + 1 for start, length in zip(new.starts, new.lengths, strict=True)]
 
 
-def _require_attention(draft: Verifier) -> None:
+def _require_attention(draft: LanguageModel) -> None:
     others = sorted(set(getattr(draft.config, "layer_types", None) or ()) - _ATTENTION_LAYERS)
     if others:
         raise EngineError(
@@ -308,7 +336,7 @@ def _require_attention(draft: Verifier) -> None:
         )
 
 
-def _context(draft: Verifier, asked: int | None) -> int:
+def _context(draft: LanguageModel, asked: int | None) -> int:
     """Tokens of the longest request that is drafted for."""
     longest = draft.max_length
     if asked is not None and longest is not None and asked > longest:

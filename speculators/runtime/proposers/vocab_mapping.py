@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from speculators.errors import EngineError
-from speculators.runtime.verifier import Verifier
+from speculators.runtime.description import LanguageModel
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class VocabMapping:
         return verifier_ids if self.to_draft_V is None else self.to_draft_V[verifier_ids]
 
 
-def same_vocabulary(verifier: Verifier, draft: Verifier) -> VocabMapping:
+def same_vocabulary(verifier: LanguageModel, draft: LanguageModel) -> VocabMapping:
     """The mapping of a draft whose ids are the verifier's, with or without rows of padding behind them.
 
     Ids without a token, and added tokens that only one of the two has, are never proposed; the draft reads ids that it
@@ -84,7 +84,7 @@ def same_vocabulary(verifier: Verifier, draft: Verifier) -> VocabMapping:
     return VocabMapping(ids, ids, to_draft_V)
 
 
-def shared_tokens(verifier: Verifier, draft: Verifier) -> VocabMapping:
+def shared_tokens(verifier: LanguageModel, draft: LanguageModel) -> VocabMapping:
     """The mapping of two vocabularies that have tokens in common (token-level intersection, arXiv 2502.05202).
 
     Two tokens are one where their strings agree once a marker of a space before the word is written as a space; of
@@ -140,14 +140,16 @@ def _first_ids(tokens: Mapping[int, str], markers: Sequence[str]) -> dict[str, i
     return found
 
 
-def _tokens_by_id(model: Verifier) -> dict[int, str] | None:
+def _tokens_by_id(model: LanguageModel) -> dict[int, str] | None:
     """The string of every id that a model's tokenizer knows and its head has a row for."""
     if model.tokenizer is None:
         return None
     return {i: token for token, i in model.tokenizer.get_vocab().items() if i < model.vocab_size}
 
 
-def _require_same_tokens(verifier: Verifier, draft: Verifier, ours: dict[int, str], theirs: dict[int, str]) -> None:
+def _require_same_tokens(
+    verifier: LanguageModel, draft: LanguageModel, ours: dict[int, str], theirs: dict[int, str]
+) -> None:
     """Raise EngineError where an id has two strings, or none on one side, and not both are added tokens."""
     sides = ((ours, _added_tokens(verifier)), (theirs, _added_tokens(draft)))
     differing = [
@@ -164,11 +166,11 @@ def _require_same_tokens(verifier: Verifier, draft: Verifier, ours: dict[int, st
         )
 
 
-def _added_tokens(model: Verifier) -> frozenset[str]:
+def _added_tokens(model: LanguageModel) -> frozenset[str]:
     return frozenset(() if model.tokenizer is None else model.tokenizer.get_added_vocab())
 
 
-def _fallback_id(draft: Verifier) -> int | None:
+def _fallback_id(draft: LanguageModel) -> int | None:
     for name in ("unk_token_id", "eos_token_id"):
         found = getattr(draft.tokenizer, name, None)
         if isinstance(found, int) and found < draft.vocab_size:
@@ -176,7 +178,7 @@ def _fallback_id(draft: Verifier) -> int | None:
     return None
 
 
-def _unknown_id(draft: Verifier) -> int:
+def _unknown_id(draft: LanguageModel) -> int:
     """What the draft reads for tokens that it does not have."""
     found = _fallback_id(draft)
     if found is None:
