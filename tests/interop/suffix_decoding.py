@@ -2,8 +2,8 @@
 
     PYTHONPATH=. ENVIRONMENT/bin/python tests/interop/suffix_decoding.py --out out/suffix.json
 
-ENVIRONMENT has `arctic-inference==0.1.1` (installed with --no-deps; it compiles for some minutes) and numpy, and need not
-have torch. Random request streams over small vocabularies, with repeats, evictions, aborted and reused ids; after every
+ENVIRONMENT has `arctic-inference==0.1.1` (installed with --no-deps; it compiles for some minutes) and numpy; torch is
+not needed. Random request streams over small vocabularies, with repeats, evictions, aborted and reused ids; after every
 step both caches speculate, and tokens, score and match length must be equal.
 """
 

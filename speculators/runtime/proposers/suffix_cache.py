@@ -1,4 +1,4 @@
-"""The two suffix trees of suffix decoding (arXiv 2411.04975): one a request, and one over the outputs of all of them."""
+"""The suffix trees of suffix decoding (arXiv 2411.04975): one a request, and one over the outputs of all of them."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass

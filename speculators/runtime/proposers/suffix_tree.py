@@ -165,7 +165,7 @@ class Node:
 
 @dataclass(eq=False)
 class TrackedSequence:
-    """Tokens of one sequence in a tree; `tips[n - 1]` is where its last n tokens end, while they occur elsewhere too."""
+    """Tokens of one sequence of a tree; `tips[n - 1]` is where its last n end, while these occur elsewhere too."""
 
     tokens: list[int] = field(default_factory=list)
     tips: list[Node] = field(default_factory=list)
@@ -194,21 +194,39 @@ class SuffixTree:
 
     def extend(self, sequence: TrackedSequence, token_ids: Sequence[int]) -> None:
         """Append tokens to a sequence of this tree."""
-        tokens, deepest = sequence.tokens, self.max_depth - 1
+        tokens, deepest, advance = sequence.tokens, self.max_depth - 1, self._advance
         for token in token_ids:
             place = len(tokens)
             tokens.append(token)
             tips: list[Node] = []
-            for length, node in enumerate((self._root, *sequence.tips[:deepest])):
-                tip = self._advance(node, token, sequence, place - length)
+            begin = place + 1
+            for node in (self._root, *sequence.tips[:deepest]):
+                begin -= 1
+                child = node.children.get(token)
+                # Most suffixes of a text that repeats itself slide along an edge that is theirs and one other's.
+                if child is not None and node.count == child.count + 1 and node.parent is not None:
+                    first, known = child.start + 1, child.tokens
+                    if first < child.stop and first < len(known):
+                        node.start, node.stop, node.tokens = place + node.start - node.stop, place + 1, tokens
+                        child.start, following = first, known[first]
+                        if following != token:
+                            del node.children[token]
+                            node.children[following] = child
+                        tips.append(node)
+                        continue
+                tip = advance(node, child, token, sequence, begin)
                 if tip is not None:
                     tips.append(tip)
             sequence.tips = tips
 
-    def _advance(self, node: Node, token: int, sequence: TrackedSequence, begin: int) -> Node | None:
-        """Let the suffix that begins at `begin` and ends at `node` go on; None where it occurs once from now on."""
+    def _advance(
+        self, node: Node, child: Node | None, token: int, sequence: TrackedSequence, begin: int
+    ) -> Node | None:
+        """Let the suffix that begins at `begin` and ends at `node` go on, to `child` where that token was seen there.
+
+        None where it occurs once from now on.
+        """
         tokens, end = sequence.tokens, len(sequence.tokens)
-        child = node.children.get(token)
         if child is None:
             leaf = node
             if node.count != 1 or node.parent is None:
@@ -220,26 +238,21 @@ class SuffixTree:
                 leaf.stop = begin + self.max_depth
             leaf.owner = sequence
             return None
-        # All others that pass here go on to this child, so that no node has to stand between.
-        alone = node.count == child.count + 1 and node.parent is not None
         if child.length > 1:
-            if alone:
-                node.start, node.stop, node.tokens = end - 1 - node.length, end, tokens
-                del node.children[token]
-                child.start += 1
-                node.children[child.tokens[child.start]] = child
-                return node
             return self._split(node, token, child, tokens)
         if child.owner is not None:
             _make_inner(child, child.owner)
-        if alone:
-            assert node.parent is not None
+        if node.count == child.count + 1 and node.parent is not None:
+            # All others that pass here go on to this child, so that no node has to stand between.
             child.start, child.stop, child.tokens = end - 1 - node.length, end, tokens
             child.count += 1
             node.parent.replace(tokens[child.start], node, child)
             return child
         child.start, child.stop, child.tokens = end - 1, end, tokens
-        node.increment(child)
+        if node.heads is None:
+            child.count += 1
+        else:
+            node.increment(child)
         return child
 
     def _split(self, node: Node, token: int, child: Node, tokens: list[int]) -> Node:
@@ -270,25 +283,6 @@ class SuffixTree:
             if node.parent is not None and node.first is not None and node.first.count == node.count:
                 _merge(node, node.parent, node.first)
 
-    def matches(self, context: Sequence[int], sequence: TrackedSequence | None) -> list[tuple[Node, int]]:
-        """Where the last 1, 2, .. tokens of `context`, but not all of it, end in the tree: a node and how far in it.
-
-        `context` ends as `sequence` does, where it is one of this tree's.
-        """
-        longest = len(context) - 1
-        found: list[tuple[Node, int]] = []
-        known = 0
-        if sequence is not None:
-            known = len(sequence.tokens)
-            found += [(tip, tip.length) for tip in sequence.tips[:longest]]
-        if len(found) == known:
-            for length in range(known + 1, longest + 1):
-                point = self._locate(context[len(context) - length :])
-                if point is None:
-                    break
-                found.append(point)
-        return found
-
     def _locate(self, string: Sequence[int]) -> tuple[Node, int] | None:
         node, place, within = self._root, 0, 0
         while place < len(string):
@@ -316,13 +310,24 @@ class SuffixTree:
         the shares count(child) / count(node) on the way is at least `min_probability`. The score is the sum of these
         products (arXiv 2411.04975, section 3), in float32.
         """
-        points = self.matches(context, sequence)
-        for length in range(len(points), 0, -1):
-            # No probability is above 1.
-            if limits[length - 1] > best.score:
-                tokens, score = _follow(*points[length - 1], limits[length - 1], min_probability)
-                if score > best.score:
-                    best = Continuation(tokens, score, length)
+        longest = len(context) - 1
+        tips = sequence.tips[:longest] if sequence is not None else []
+        if len(tips) == (0 if sequence is None else len(sequence.tokens)):
+            # All of the sequence is matched, and what came before it may be, too.
+            points: list[tuple[Node, int]] = []
+            for length in range(len(tips) + 1, longest + 1):
+                point = self._locate(context[len(context) - length :])
+                if point is None:
+                    break
+                points.append(point)
+            for place in range(len(points) - 1, -1, -1):
+                best = _better(*points[place], len(tips) + place + 1, limits, min_probability, best)
+        for length in range(len(tips), 0, -1):
+            tip = tips[length - 1]
+            child = tip.first
+            # The sum is at most that of the first share at every place; the slack is for rounding.
+            if child is not None and limits[length - 1] * child.count * 1.0001 > best.score * tip.count:
+                best = _better(tip, tip.stop - tip.start, length, limits, min_probability, best)
         return best
 
     def nodes(self) -> Iterator[Node]:
@@ -334,22 +339,31 @@ class SuffixTree:
             waiting += node.children.values()
 
 
-def _follow(node: Node, within: int, limit: int, min_probability: float) -> tuple[list[int], float]:
-    """Tokens after a place in the tree, greedily by counts, and the sum of their probabilities."""
+def _better(
+    node: Node, within: int, length: int, limits: Sequence[int], min_probability: float, best: Continuation
+) -> Continuation:
+    """What follows a match of `length` tokens that ends `within` the edge of a node, where it beats `best`."""
+    limit = limits[length - 1]
+    # No probability is above 1.
+    if limit <= best.score:
+        return best
     drafts: list[int] = []
     probability, score = 1.0, 0.0
     while len(drafts) < limit and probability >= min_probability:
         start = node.start + within
         label = node.tokens[start : min(node.stop, start + limit - len(drafts))]
         drafts += label
-        for _ in label:
-            score = float32(score + probability)
+        if probability == 1.0:
+            score += len(label)
+        else:
+            for _ in label:
+                score = float32(score + probability)
         child = node.first
         if child is None:
             break
         probability = float32(probability * float32(child.count / node.count))
         node, within = child, 0
-    return drafts, score
+    return Continuation(drafts, score, length) if score > best.score else best
 
 
 def _make_inner(leaf: Node, owner: TrackedSequence) -> None:
