@@ -280,6 +280,8 @@ class Engine:
                 row += 1
                 continue
             self._ids.discard(self.running[row].request_id)
+            if self.proposer is not None:
+                self.proposer.forget(self.running[row])
             last, origin = self.running.pop(), order.pop()
             if row < len(self.running):
                 self._cache.move(len(self.running), row, last.num_computed)

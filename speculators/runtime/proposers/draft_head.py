@@ -63,6 +63,9 @@ class DraftHeadProposer:
         """Let the draft's cache follow a request to another row."""
         self._cache.move(source, target, length)
 
+    def forget(self, request: Request) -> None:
+        """Nothing to do: the next request in the row overwrites the cache."""
+
     @torch.no_grad()
     def _run(self, new: NewTokens, num_tokens: int) -> Proposal:
         context = DraftContext(
