@@ -17,17 +17,20 @@ from speculators.runtime.config import (
     WINDOW_METHODS,
     SpeculativeConfig,
 )
-from speculators.runtime.config_rules import EXTRACT_METHOD, WHERE
+from speculators.runtime.config_rules import EXTRACT_METHOD, NGRAM_METHODS, WHERE
 from speculators.runtime.description import LanguageModel, ModelDescription
 from speculators.runtime.engine import EngineLimits
 from speculators.runtime.infer import Plan
+from speculators.runtime.proposers.custom import CustomProposer, custom_class
 from speculators.runtime.proposers.draft_head import DraftHeadProposer
 from speculators.runtime.proposers.draft_model import (
     DraftModelProposer,
     ParallelDraftModelProposer,
     draft_vocabulary,
 )
+from speculators.runtime.proposers.ngram import NgramProposer, VectorisedNgramProposer
 from speculators.runtime.proposers.proposer import Proposer
+from speculators.runtime.proposers.suffix import SuffixProposer
 from speculators.runtime.verifier import Verifier
 
 Build = Callable[[Verifier, EngineLimits], Proposer]
@@ -106,7 +109,55 @@ def _draft_model(plan: Plan, config: SpeculativeConfig, verifier: LanguageModel)
     return build
 
 
+def _ngram(plan: Plan, config: SpeculativeConfig, verifier: LanguageModel) -> Build:
+    kind = NgramProposer if config.method == NGRAM_METHODS[0] else VectorisedNgramProposer
+    shortest, longest = config.lookup_range
+
+    def build(loaded: Verifier, limits: EngineLimits) -> Proposer:
+        return kind(
+            plan.num_speculative_tokens,
+            prompt_lookup_min=shortest,
+            prompt_lookup_max=longest,
+            max_model_len=limits.max_model_len,
+        )
+
+    return build
+
+
+def _suffix(plan: Plan, config: SpeculativeConfig, verifier: LanguageModel) -> Build:
+    def build(loaded: Verifier, limits: EngineLimits) -> Proposer:
+        return SuffixProposer(
+            config.suffix_decoding_max_tree_depth,
+            config.suffix_decoding_max_cached_requests,
+            config.suffix_decoding_max_spec_factor,
+            config.suffix_decoding_min_token_prob,
+            num_tokens=plan.num_speculative_tokens,
+        )
+
+    return build
+
+
+def _custom(plan: Plan, config: SpeculativeConfig, verifier: LanguageModel) -> Build:
+    assert config.model is not None
+    path = config.model
+    custom_class(path)
+
+    def build(loaded: Verifier, limits: EngineLimits) -> Proposer:
+        return CustomProposer(
+            path,
+            num_tokens=plan.num_speculative_tokens,
+            verifier=loaded,
+            max_model_len=limits.max_model_len,
+            max_num_seqs=limits.max_num_seqs,
+        )
+
+    return build
+
+
 BUILDERS: Mapping[str, Preparation] = {
     **dict.fromkeys(METHOD_OF_FAMILY.values(), _draft_head),
+    **dict.fromkeys(NGRAM_METHODS, _ngram),
     "draft_model": _draft_model,
+    "suffix": _suffix,
+    "custom_class": _custom,
 }

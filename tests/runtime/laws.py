@@ -164,7 +164,7 @@ class MixedDepths:
         self._proposer = proposer
         self.num_tokens, self.aux_layer_ids = proposer.num_tokens, proposer.aux_layer_ids
         self.verifier_ids_D = proposer.verifier_ids_D
-        self.observe, self.move = proposer.observe, proposer.move
+        self.observe, self.move, self.forget = proposer.observe, proposer.move, proposer.forget
 
     def propose(self, new: NewTokens, num_tokens: int) -> Proposal:
         """Draft after the newly verified tokens."""

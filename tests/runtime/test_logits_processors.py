@@ -24,6 +24,7 @@ from speculators.runtime.engine import Engine, EngineLimits
 from speculators.runtime.logits_processors import ConstraintBuilder, Constraints, process
 from speculators.runtime.proposers.draft_head import DraftHeadProposer
 from speculators.runtime.proposers.proposer import NewTokens
+from speculators.runtime.request import Request
 from speculators.runtime.sampling import SamplingParams
 from speculators.runtime.verifier import Verifier
 from tests.runtime.parts import random_speculator, random_verifier
@@ -280,6 +281,9 @@ class FixedDrafts:
 
     def observe(self, new: NewTokens) -> None:
         """Nothing to keep."""
+
+    def forget(self, request: Request) -> None:
+        """Nothing is kept."""
 
     def move(self, source: int, target: int, length: int) -> None:
         """Nothing to move."""

@@ -81,7 +81,7 @@ class CustomProposer:
             CustomModelConfig(verifier.name_or_path, max_model_len, verifier.vocab_size),
             CustomSchedulerConfig(max_num_seqs),
         )
-        drafter = _construct(model, config)
+        drafter = custom_class(model)(config)
         self._propose: Callable[..., object] = _method(model, drafter, "propose")
         load_model: object = getattr(drafter, "load_model", None)
         if callable(load_model):
@@ -154,8 +154,8 @@ class CustomProposer:
         return EngineError(f"speculative_config: custom class {self._path!r} {what}")
 
 
-def _construct(path: str, config: CustomConfig) -> object:
-    """An instance of the class at a dotted path."""
+def custom_class(path: str) -> Callable[[CustomConfig], object]:
+    """The class at a dotted path; EngineError where it cannot be had, takes no config or has no `propose`."""
     where = f"speculative_config: custom class {path!r}"
     module_name, dot, name = path.rpartition(".")
     if not dot or not module_name:
@@ -169,10 +169,11 @@ def _construct(path: str, config: CustomConfig) -> object:
         got = "nothing of that name" if found is None else f"{name}, which is a {type(found).__name__}"
         raise EngineError(f"{where}: module {module_name!r} has {got}; expected a class")
     try:
-        inspect.signature(found).bind(config)
+        inspect.signature(found).bind(None)
     except TypeError as error:
         raise EngineError(f"{where}: its constructor must take one positional argument, a config: {error}") from error
-    return cast(Callable[[CustomConfig], object], found)(config)
+    _method(path, found, "propose")
+    return cast(Callable[[CustomConfig], object], found)
 
 
 def _method(path: str, drafter: object, name: str) -> Callable[..., object]:

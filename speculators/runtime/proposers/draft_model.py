@@ -133,6 +133,9 @@ class DraftModelProposer:
         self._cache.move(source, target, row.held + len(row.drafts))
         self._rows[source], self._rows[target] = _CacheRow(), row
 
+    def forget(self, request: Request) -> None:
+        """Nothing to do: the next request in the row has a row of its own."""
+
     def _propose(self, this: _Round) -> Proposal:
         """Decode the drafts of a round, each from the one before it."""
         logits_BD = self._first_logits(this, 1)[:, 0]
