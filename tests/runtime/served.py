@@ -34,6 +34,8 @@ from tests.verifier_configs import EXPERTS, SIZES
 KINDS = ("dense", "mixture of experts", "sliding window", "tied embeddings")
 # A verifier of three tokens, whose law can be enumerated, and one whose checkpoint has an MTP block.
 SMALL, NATIVE = "three tokens", "with an MTP block"
+# With as many layers as guides name.
+DEEP = "36 layers"
 WIDE = 0.25
 # What is chosen of each family; drafts of a fixed size have seven tokens.
 OPTIONS: Mapping[str, dict[str, Any]] = {
@@ -52,9 +54,11 @@ DRAFT_VOCAB = 100
 
 def configured(kind: str, vocab_size: int) -> PreTrainedConfig:
     """The configuration of a verifier of this kind."""
-    sizes = {**SIZES, "vocab_size": vocab_size, "max_position_embeddings": 256, "bos_token_id": 0, "eos_token_id": 1}
+    sizes = {**SIZES, "vocab_size": vocab_size, "max_position_embeddings": 8192, "bos_token_id": 0, "eos_token_id": 1}
     if kind == SMALL:
         return LlamaConfig(**{**sizes, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None})
+    if kind == DEEP:
+        return LlamaConfig(**{**sizes, "num_hidden_layers": 36})
     if kind == "mixture of experts":
         return Qwen3MoeConfig(**sizes, **EXPERTS, num_experts=4)
     if kind == "sliding window":
