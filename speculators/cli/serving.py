@@ -105,6 +105,7 @@ def generate(
     speculative_model: OldModelOption = None,
     num_speculative_tokens: OldTokensOption = None,
     config: FileOption = None,
+    max_model_len: LengthOption = None,
     trust_remote_code: TrustOption = False,
 ) -> None:
     """Stream one answer to the terminal, accepted draft tokens in another colour, and a line of statistics."""
@@ -131,6 +132,7 @@ def generate(
     llm = LLM(
         checkpoint,
         dtype=dtype,
+        max_model_len=max_model_len,
         trust_remote_code=trust_remote_code,
         **{"max_num_seqs": 1, **speculation, **engine_keywords(context)},
     )

@@ -207,11 +207,17 @@ def refused_depths(made: Directories, case: Case) -> list[int]:
     return named
 
 
-def sampled_p(made: Directories, case: Case, requests: int, depth: int = 3) -> float | None:
-    """How likely counts as far from the exact law are, of the first four tokens; None where no small draft is there."""
+def sampled_p(
+    made: Directories, case: Case, requests: int, depth: int = 3, *, config: Mapping[str, Any] | None = None
+) -> float | None:
+    """How likely counts as far from the exact law are, of the first four tokens; None where no small draft is there.
+
+    `config` has more keys of `speculative_config`.
+    """
     if not case.small:
         return None
     drawn = {"draft_sample_method": "probabilistic"} if case.drawn else {}
+    drawn |= config or {}
     llm = served(made, case, SMALL, depth, max_num_seqs=64, speculative_config=drawn)
     params = [
         SamplingParams(temperature=TEMPERATURE, max_tokens=LENGTH + i % 5, seed=i, ignore_eos=True)
