@@ -66,9 +66,7 @@ class Engine:
         self.stats = self._new_stats()
         self.num_generated_tokens = 0
         self._cache = verifier.make_cache(self.limits.max_num_seqs)
-        self._constraints = ConstraintBuilder(
-            verifier.tokenizer, verifier.vocab_size, verifier.eos_token_ids, verifier.device
-        )
+        self._constraints = ConstraintBuilder(verifier.tokenizer, verifier.vocab_size, verifier.eos_token_ids)
         self._num_requests = 0
         reader = recorder.layer_ids if recorder is not None else proposer.aux_layer_ids if proposer is not None else ()
         self._aux_layer_ids = tuple(reader)

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 # Compiled grammars that are kept: a server is asked for the same few again and again.
 _KEPT_GRAMMARS = 64
-_WORD_BITS = 32
 
 
 class GrammarState:
@@ -135,9 +134,9 @@ class GrammarCompiler:
 
 def allowed_tokens(masks: Sequence[bytes], vocab_size: int, device: torch.device) -> Tensor:
     """Bit masks as bool [len(masks), vocab_size] on `device`."""
-    words_NW = torch.frombuffer(bytearray(b"".join(masks)), dtype=torch.int32).view(len(masks), -1).to(device)
-    places_32 = torch.arange(_WORD_BITS, dtype=torch.int32, device=device)
-    return ((words_NW[:, :, None] >> places_32) & 1).bool().flatten(1)[:, :vocab_size]
+    bytes_NW = torch.frombuffer(bytearray(b"".join(masks)), dtype=torch.uint8).view(len(masks), -1).to(device)
+    places_8 = torch.arange(8, dtype=torch.uint8, device=device)
+    return ((bytes_NW[:, :, None] >> places_8) & 1).bool().flatten(1)[:, :vocab_size]
 
 
 def _source(wanted: StructuredOutputsParams) -> str:

@@ -3,7 +3,7 @@
 Position t of a row is processed as though the request's tokens and its drafts before t were the history, so that each
 position gets exactly the logits that decoding token by token would get there. The order is vLLM's: grammar, allowed
 tokens, bad words, min_tokens, logit_bias, penalties; temperature and what follows it come later (`sampling.py`).
-Shapes: B rows, R of them with constraints, T positions (a draft window's K + 1), V the verifier's vocabulary.
+Shapes: B rows, T positions (a draft window's K + 1), V the verifier's vocabulary, N entries of any number.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,8 @@ _NEVER = float("-inf")
 class Constraints:
     """Everything one request asks of its logits, and what of its output it knows already.
 
-    `exhausted` tells, for drafts of the newest window after which no token was left to choose, the reason.
+    `exhausted` tells, for drafts of the newest window after which no token was left to choose, the reason. Where tokens
+    that were there before are penalised, `counts` has how often the output holds each, those of the prompt first.
     """
 
     def __init__(
@@ -35,8 +36,6 @@ class Constraints:
         bad_words: Sequence[Sequence[int]],
         end_token_ids: Sequence[int],
         grammar: GrammarState | None,
-        vocab_size: int,
-        device: torch.device,
     ) -> None:
         self.params, self.grammar = params, grammar
         self.bad_words = [tuple(word) for word in bad_words]
@@ -44,31 +43,23 @@ class Constraints:
         self.exhausted: dict[tuple[int, ...], str] = {}
         self.num_prompt_tokens = len(prompt_token_ids)
         self.output: list[int] = []
-        self.forbidden_V: Tensor | None = None
-        self.counts_V: Tensor | None = None
-        self.in_prompt_V: Tensor | None = None
-        if params.allowed_token_ids is not None:
-            self.forbidden_V = torch.ones(vocab_size, dtype=torch.bool, device=device)
-            self.forbidden_V[torch.tensor(params.allowed_token_ids, device=device)] = False
-        if penalises(params):
-            self.counts_V = torch.zeros(vocab_size, device=device)
-            self.in_prompt_V = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-            self.in_prompt_V[torch.tensor(prompt_token_ids, device=device)] = True
+        self.counts: dict[int, int] = dict.fromkeys(prompt_token_ids, 0) if penalises(params) else {}
+        self.num_distinct_in_prompt = len(self.counts)
         self.bias = dict(params.logit_bias or {})
 
     @property
     def masks(self) -> bool:
         """Whether tokens may be forbidden, so that none might be left."""
-        return bool(self.grammar or self.bad_words or self.params.min_tokens or self.forbidden_V is not None)
+        return bool(self.grammar or self.bad_words or self.params.min_tokens or self.params.allowed_token_ids)
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Take notice of a request's verified tokens, `tokens` being all of them with the prompt."""
         new = list(tokens[self.num_prompt_tokens + len(self.output) :])
         self.output += new
         self.exhausted = {}
-        if self.counts_V is not None and new:
-            ids = torch.tensor(new, device=self.counts_V.device)
-            self.counts_V.index_add_(0, ids, torch.ones(len(new), device=ids.device))
+        if penalises(self.params):
+            for token in new:
+                self.counts[token] = self.counts.get(token, 0) + 1
         if self.grammar is not None and not self.grammar.advance(new):
             self.exhausted[()] = f"its grammar does not allow the tokens {new} that were chosen"
 
@@ -92,7 +83,7 @@ class Constraints:
         """The sampling parameters that may forbid tokens."""
         given = {
             "structured_outputs": self.grammar is not None,
-            "allowed_token_ids": self.forbidden_V is not None,
+            "allowed_token_ids": bool(self.params.allowed_token_ids),
             "bad_words": bool(self.bad_words),
             "min_tokens": self.params.min_tokens > 0,
         }
@@ -107,10 +98,8 @@ class ConstraintBuilder:
         tokenizer: PreTrainedTokenizerBase | None,
         vocab_size: int,
         eos_token_ids: frozenset[int],
-        device: torch.device,
     ) -> None:
-        self._tokenizer, self._vocab_size, self._device = tokenizer, vocab_size, device
-        self._eos_token_ids = eos_token_ids
+        self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, eos_token_ids
         self._grammars = GrammarCompiler(tokenizer, vocab_size, eos_token_ids)
 
     def build(self, params: SamplingParams, prompt_token_ids: Sequence[int]) -> Constraints | None:
@@ -134,8 +123,6 @@ class ConstraintBuilder:
             bad_words=self._words(params.bad_words or ()),
             end_token_ids=sorted(token for token in ends if token < self._vocab_size),
             grammar=None if wanted is None else self._grammars.start(wanted),
-            vocab_size=self._vocab_size,
-            device=self._device,
         )
 
     def _words(self, words: Sequence[str]) -> list[list[int]]:
@@ -177,12 +164,9 @@ class Constrained(Protocol):
 class _Window:
     """Positions of one row: the drafts that lie before each of them."""
 
+    row: int
     constraints: Constraints
     paths: Sequence[Sequence[int]]
-
-    def tokens(self, vocab_size: int) -> list[tuple[int, int]]:
-        """(position, token) for every draft before a position; what is no token of the verifier's is never reached."""
-        return [(t, token) for t, path in enumerate(self.paths) for token in path if 0 <= token < vocab_size]
 
 
 def process(
@@ -203,17 +187,14 @@ def process(
         assert request.constraints is not None
         request.constraints.advance(request.tokens)
         chain = [request.drafts[:t] for t in range(len(request.drafts) + 1)]
-        windows.append(_Window(request.constraints, chain if paths is None else paths[b]))
+        windows.append(_Window(b, request.constraints, chain if paths is None else paths[b]))
     processed_BTV = logits_BTV.to(torch.float32, copy=True)
-    index_R = torch.tensor(rows, device=logits_BTV.device)
-    logits_RTV = processed_BTV[index_R]
-    _mask_by_grammar(logits_RTV, windows)
-    _mask_by_allowed_tokens(logits_RTV, windows)
-    _mask_banned(logits_RTV, windows)
-    _add_bias(logits_RTV, windows)
-    _penalise(logits_RTV, windows)
-    _note_exhausted(logits_RTV, windows)
-    processed_BTV[index_R] = logits_RTV
+    _mask_by_grammar(processed_BTV, windows)
+    _mask_by_allowed_tokens(processed_BTV, windows)
+    _mask_banned(processed_BTV, windows)
+    _add_bias(processed_BTV, windows)
+    _penalise(processed_BTV, windows)
+    _note_exhausted(processed_BTV, windows)
     return processed_BTV
 
 
@@ -222,95 +203,109 @@ def penalises(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
 
 
-def _mask_by_grammar(logits_RTV: Tensor, windows: Sequence[_Window]) -> None:
+def _mask_by_grammar(logits_BTV: Tensor, windows: Sequence[_Window]) -> None:
     places: list[tuple[int, int]] = []
     masks: list[bytes] = []
-    for r, window in enumerate(windows):
+    for window in windows:
         grammar = window.constraints.grammar
         if grammar is None or () in window.constraints.exhausted:
             continue
         for t, mask in enumerate(grammar.masks(window.paths)):
             if isinstance(mask, bytes):
-                places.append((r, t))
+                places.append((window.row, t))
                 masks.append(mask)
             elif mask is not None:
                 reason = f"its grammar cannot be followed any further: {mask}"
                 window.constraints.exhausted[tuple(window.paths[t])] = reason
     if masks:
-        allowed_NV = allowed_tokens(masks, logits_RTV.shape[-1], logits_RTV.device)
-        index_R, index_T = torch.tensor(places, device=logits_RTV.device).unbind(1)
-        logits_RTV[index_R, index_T] = logits_RTV[index_R, index_T].masked_fill(~allowed_NV, _NEVER)
+        forbidden_NV = ~allowed_tokens(masks, logits_BTV.shape[-1], logits_BTV.device)
+        for (b, t), forbidden_V in zip(places, forbidden_NV, strict=True):
+            logits_BTV[b, t].masked_fill_(forbidden_V, _NEVER)
 
 
-def _mask_by_allowed_tokens(logits_RTV: Tensor, windows: Sequence[_Window]) -> None:
-    for r, window in enumerate(windows):
-        if window.constraints.forbidden_V is not None:
-            logits_RTV[r, : len(window.paths)].masked_fill_(window.constraints.forbidden_V, _NEVER)
+def _mask_by_allowed_tokens(logits_BTV: Tensor, windows: Sequence[_Window]) -> None:
+    for window in windows:
+        allowed = window.constraints.params.allowed_token_ids
+        if allowed is not None:
+            logits_TV = logits_BTV[window.row, : len(window.paths)]
+            index_A = torch.tensor(allowed, device=logits_BTV.device)
+            kept_TA = logits_TV[:, index_A]
+            logits_TV.fill_(_NEVER)
+            logits_TV[:, index_A] = kept_TA
 
 
-def _mask_banned(logits_RTV: Tensor, windows: Sequence[_Window]) -> None:
+def _mask_banned(logits_BTV: Tensor, windows: Sequence[_Window]) -> None:
     banned = [
-        (r, t, token)
-        for r, window in enumerate(windows)
+        (window.row, t, token)
+        for window in windows
         if window.constraints.bad_words or window.constraints.params.min_tokens
         for t, path in enumerate(window.paths)
         for token in window.constraints.banned(path)
     ]
     if banned:
-        logits_RTV[torch.tensor(banned, device=logits_RTV.device).unbind(1)] = _NEVER
+        logits_BTV[torch.tensor(banned, device=logits_BTV.device).unbind(1)] = _NEVER
 
 
-def _add_bias(logits_RTV: Tensor, windows: Sequence[_Window]) -> None:
-    entries = [(r, token, bias) for r, window in enumerate(windows) for token, bias in window.constraints.bias.items()]
+def _add_bias(logits_BTV: Tensor, windows: Sequence[_Window]) -> None:
+    entries = [(one.row, token, bias) for one in windows for token, bias in one.constraints.bias.items()]
     if entries:
-        device = logits_RTV.device
-        index_R, index_V = torch.tensor([entry[:2] for entry in entries], device=device).unbind(1)
-        logits_RTV[index_R, :, index_V] += torch.tensor([[entry[2]] for entry in entries], device=device)
+        device = logits_BTV.device
+        index_B, index_V = torch.tensor([entry[:2] for entry in entries], device=device).unbind(1)
+        logits_BTV[index_B, :, index_V] += torch.tensor([[entry[2]] for entry in entries], device=device)
 
 
-def _penalise(logits_RTV: Tensor, windows: Sequence[_Window]) -> None:
+def _penalise(logits_BTV: Tensor, windows: Sequence[_Window]) -> None:
     """Penalties of what the prompt or the output (repetition) or the output alone (the others) holds.
 
     A repeated token's logit is divided by the repetition penalty where it is positive, else multiplied (Keskar et al.,
-    arXiv 1909.05858); then frequency_penalty times its count and presence_penalty are subtracted.
+    arXiv 1909.05858); then frequency_penalty times its count and presence_penalty are subtracted. Only the N pairs of a
+    row and a token of its history are touched, not the vocabulary.
     """
-    chosen = [r for r, window in enumerate(windows) if window.constraints.counts_V is not None]
-    if not chosen:
+    places: list[tuple[int, int]] = []
+    in_prompt: list[bool] = []
+    counts: list[int] = []
+    penalties: list[tuple[float, float, float]] = []
+    drafted: list[tuple[int, int]] = []
+    for window in windows:
+        params, known = window.constraints.params, dict(window.constraints.counts)
+        if not penalises(params):
+            continue
+        for path in window.paths:
+            # What is no token of the verifier's is never reached.
+            known.update((token, 0) for token in path if token not in known and 0 <= token < logits_BTV.shape[-1])
+        place = {token: len(places) + i for i, token in enumerate(known)}
+        drafted += [(place[token], t) for t, path in enumerate(window.paths) for token in path if token in place]
+        places += [(window.row, token) for token in known]
+        in_prompt += [i < window.constraints.num_distinct_in_prompt for i in range(len(known))]
+        counts += known.values()
+        penalties += [(params.repetition_penalty, params.frequency_penalty, params.presence_penalty)] * len(known)
+    if not places:
         return
-    device, (_, num_positions, vocab_size) = logits_RTV.device, logits_RTV.shape
-    constraints = [windows[r].constraints for r in chosen]
-    counts_PV = torch.stack([one.counts_V for one in constraints if one.counts_V is not None])
-    in_prompt_PV = torch.stack([one.in_prompt_V for one in constraints if one.in_prompt_V is not None])
-    counts_PTV = counts_PV[:, None].repeat(1, num_positions, 1)
-    drafted = [(p, *place) for p, r in enumerate(chosen) for place in windows[r].tokens(vocab_size)]
+    device = logits_BTV.device
+    index_B, index_V = torch.tensor(places, device=device).unbind(1)
+    counts_NT = torch.tensor(counts, dtype=torch.float32, device=device)[:, None].repeat(1, logits_BTV.shape[1])
     if drafted:
         index = torch.tensor(drafted, device=device).unbind(1)
-        counts_PTV.index_put_(index, torch.ones(len(drafted), device=device), accumulate=True)
-    present_PTV = counts_PTV > 0
-
-    def column(name: str) -> Tensor:
-        values = [[[float(getattr(one.params, name))]] for one in constraints]
-        return torch.tensor(values, device=device)
-
-    index_P = torch.tensor(chosen, device=device)
-    logits_PTV, repetition_P11 = logits_RTV[index_P], column("repetition_penalty")
-    scaled_PTV = torch.where(logits_PTV > 0, logits_PTV / repetition_P11, logits_PTV * repetition_P11)
-    logits_PTV = torch.where(present_PTV | in_prompt_PV[:, None], scaled_PTV, logits_PTV)
-    logits_PTV -= column("frequency_penalty") * counts_PTV
-    logits_PTV -= column("presence_penalty") * present_PTV
-    logits_RTV[index_P] = logits_PTV
+        counts_NT.index_put_(index, torch.ones(len(drafted), device=device), accumulate=True)
+    present_NT = counts_NT > 0
+    repetition_N1, frequency_N1, presence_N1 = torch.tensor(penalties, device=device)[:, :, None].unbind(1)
+    logits_NT = logits_BTV[index_B, :, index_V]
+    scaled_NT = torch.where(logits_NT > 0, logits_NT / repetition_N1, logits_NT * repetition_N1)
+    repeated_NT = present_NT | torch.tensor(in_prompt, device=device)[:, None]
+    logits_NT = torch.where(repeated_NT, scaled_NT, logits_NT) - frequency_N1 * counts_NT - presence_N1 * present_NT
+    logits_BTV[index_B, :, index_V] = logits_NT
 
 
-def _note_exhausted(logits_RTV: Tensor, windows: Sequence[_Window]) -> None:
+def _note_exhausted(logits_BTV: Tensor, windows: Sequence[_Window]) -> None:
     """Tell which positions have no token left, and give them logits that can be computed with."""
-    chosen = [r for r, window in enumerate(windows) if window.constraints.masks]
-    if not chosen:
+    masked = [window for window in windows if window.constraints.masks]
+    if not masked:
         return
-    empty_RT = logits_RTV.amax(-1) == _NEVER
-    for r, t in empty_RT.nonzero().tolist():
-        if t < len(windows[r].paths):
-            constraints, path = windows[r].constraints, tuple(windows[r].paths[t])
-            count = len(constraints.output) + len(path)
+    highest_RT = torch.stack([logits_BTV[window.row].amax(-1) for window in masked])
+    for r, t in (highest_RT == _NEVER).nonzero().tolist():
+        constraints, paths = masked[r].constraints, masked[r].paths
+        logits_BTV[masked[r].row, t] = 0.0
+        if t < len(paths):
+            count = len(constraints.output) + len(paths[t])
             reason = f"after {count} tokens of output, {constraints.names()} together leave no token to choose"
-            constraints.exhausted.setdefault(path, reason)
-    logits_RTV.masked_fill_(empty_RT[..., None], 0.0)
+            constraints.exhausted.setdefault(tuple(paths[t]), reason)

@@ -32,7 +32,7 @@ from tests.tiny_models import make_tokenizer
 
 TOKENIZER = make_tokenizer()
 VOCAB, EOS = 400, 1
-BUILDER = ConstraintBuilder(TOKENIZER, VOCAB, frozenset({EOS}), torch.device("cpu"))
+BUILDER = ConstraintBuilder(TOKENIZER, VOCAB, frozenset({EOS}))
 PROMPT = TOKENIZER("the old oak tree")["input_ids"]
 
 
@@ -195,7 +195,7 @@ def test_ids_outside_the_vocabulary_are_refused(params: dict[str, object], words
 
 
 def test_bad_words_need_a_tokenizer() -> None:
-    builder = ConstraintBuilder(None, 8, frozenset(), torch.device("cpu"))
+    builder = ConstraintBuilder(None, 8, frozenset())
     with pytest.raises(RequestError, match="bad_words need a tokenizer"):
         builder.build(SamplingParams(bad_words=["x"]), [1])
 
