@@ -231,6 +231,7 @@ def test_families_that_are_no_methods_name_the_one_that_serves_them() -> None:
 
 ADDITIONAL: list[tuple[str, tuple[Any, ...], str]] = [
     ("draft_window_size", *whole(1)),
+    ("batch_size_hysteresis", *whole(0, null=False)),
     ("rejection_sampler_config", (1, [], "on"), r"an object \(a mapping\)"),
     ("rejection_sampler_config.enable_block_verify", *FLAG),
     ("rejection_sampler_config.enable_entropy_verify", *FLAG),

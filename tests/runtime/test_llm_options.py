@@ -11,6 +11,7 @@ from speculators import LLM, SamplingParams
 from speculators.errors import EngineError, SpeculatorsError
 from speculators.runtime.adaptive import AdaptiveVerification
 from speculators.runtime.outputs import RequestOutput
+from speculators.runtime.schema_coverage import schema_coverage
 from speculators.runtime.step_costs import CONTEXT_VARIABLE
 from tests.runtime.methods import BY_NAME, served
 from tests.runtime.methods import sampled_p as law_of
@@ -241,6 +242,66 @@ def test_lookups_read_their_keys(made: Directories) -> None:
         ("suffix_decoding_min_token_prob", 1.0),
     ):
         assert accepted(**suffix, **{key: value}) != usual, key
+
+
+def test_a_revision_is_asked_for(made: Directories) -> None:
+    with pytest.raises(SpeculatorsError, match="is a directory, which has no revision 'v2'"):
+        llm_of(made, config={"revision": "v2"})
+
+
+# Where each key that has an effect is shown to have it: a test of this folder, of answers or counts of an LLM.
+MATRIX, HERE = "test_methods.py::test_greedy_answers_are_those_without_drafts", "test_llm_options.py::", "lossy"
+LOOKUPS = HERE + "test_lookups_read_their_keys"
+SYNTHETIC = HERE + "test_synthetic_rates_decide_what_is_accepted"
+LOSSY = HERE + "test_lossy_rules_accept_more_and_say_so"
+BUDGET = HERE + "test_a_confidence_budget_verifies_fewer"
+UPDATE = HERE + "test_the_budget_follows_the_threshold_at_its_interval"
+SHOWN = {
+    **dict.fromkeys(("method", "model", "num_speculative_tokens"), MATRIX),
+    **dict.fromkeys(("parallel_drafting", "use_heterogeneous_vocab"), MATRIX),
+    "draft_sample_method": HERE + "test_drawn_drafts_are_others_than_the_likeliest",
+    "revision": HERE + "test_a_revision_is_asked_for",
+    "max_model_len": "test_infer.py::test_nothing_is_drafted_beyond_the_drafts_length",
+    **dict.fromkeys(("prompt_lookup_max", "prompt_lookup_min"), LOOKUPS),
+    **dict.fromkeys(
+        [
+            f"suffix_decoding_{key}"
+            for key in ("max_tree_depth", "max_cached_requests", "max_spec_factor", "min_token_prob")
+        ],
+        LOOKUPS,
+    ),
+    "rejection_sample_method": HERE + "test_block_verification_draws_other_answers_of_the_same_law",
+    "synthetic_acceptance_rates": SYNTHETIC,
+    "synthetic_acceptance_length": HERE + "test_a_synthetic_length_is_the_mean_of_a_step",
+    "num_speculative_tokens_per_batch_size": HERE + "test_a_table_gives_the_depth_of_each_batch_size",
+    "enable_adaptive_verification": HERE + "test_adaptive_verification_measures_and_changes_no_answer",
+    "dspark_draft_topk": HERE + "test_dspark_chooses_among_as_many_tokens_as_asked",
+    "draft_model_config": "test_extraction.py::",
+    "additional_config.rejection_sampler_config": LOSSY,
+    **dict.fromkeys(
+        [
+            f"additional_config.rejection_sampler_config.{key}"
+            for key in ("enable_block_verify", "enable_entropy_verify", "posterior_threshold", "posterior_alpha")
+        ],
+        LOSSY,
+    ),
+    "additional_config.dynamic_spec_config": BUDGET,
+    "additional_config.dynamic_spec_config.method": BUDGET,
+    "additional_config.dynamic_spec_config.method_params": BUDGET,
+    "additional_config.dynamic_spec_config.method_params.initial_verify_budget_per_req": BUDGET,
+    "additional_config.dynamic_spec_config.method_params.min_verify_tokens": BUDGET,
+    "additional_config.dynamic_spec_config.method_params.budget_update_interval": UPDATE,
+    "additional_config.dynamic_spec_config.method_params.budget_threshold": UPDATE,
+    "additional_config.draft_window_size": HERE + "test_a_window_changes_what_is_drafted_and_no_answer",
+    "additional_config.batch_size_hysteresis": HERE + "test_hysteresis_keeps_the_depth_of_a_batch_size_nearby",
+}
+
+
+def test_every_key_with_an_effect_is_shown_to_have_it() -> None:
+    assert SHOWN.keys() == {name for name, row in schema_coverage().items() if row["coverage"] == "effect"}
+    for place in SHOWN.values():
+        file, _, test = place.partition("::")
+        assert f"def {test}" in (Path(__file__).parent / file).read_text(encoding="utf-8"), place
 
 
 # What is refused, and by which words: nothing of it may wait until weights have been read.
