@@ -21,7 +21,7 @@ install: .venv/ready ## make .venv
 .venv/ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt torch==2.13.0
-	$(BIN)/pip install -q -c constraints.txt -e '.[demo,dev]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[demo,dev,guided]'
 	touch $@
 
 .venv-vllm/complete: tests/vllm/make_env.sh

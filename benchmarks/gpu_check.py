@@ -6,7 +6,8 @@ On a tiny random verifier: hidden states, the loss and every gradient norm of on
 float32; a draft trained on the device on a few answers drafts them well there; greedy float32 outputs with drafts equal
 those without, one request at a time and batched. In bfloat16 the same is reported, not required, since the width of a
 batch changes rounding. On a GPU, losses by Triton's kernels agree with those by torch in float32, and both are measured
-in bfloat16 over a large vocabulary: tokens a second, and peak memory above what states and heads take. Exit code 1
+in bfloat16 over a large vocabulary: tokens a second, and peak memory above what states and heads take. Verification by
+Triton's kernels there emits what the readable reference emits on the CPU, and both are measured on the GPU. Exit code 1
 where a required check fails.
 """
 
@@ -16,6 +17,8 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +33,13 @@ from speculators.models.execution import LossKernel
 from speculators.models.loss_choice import LossChoice, gpu_milliseconds
 from speculators.models.losses import Head, TokenLoss, VerifierHead, data_cross_entropy
 from speculators.models.speculator import Speculator
+from speculators.runtime import rejection
 from speculators.runtime.llm import LLM
+from speculators.runtime.rules import implementation
 from speculators.runtime.sampling import SamplingParams
 from speculators.runtime.verifier import Verifier
 from speculators.train.dataset import PackedRows
+from tests.runtime.verification_cases import LAWS, SHAPES, cases
 from tests.tiny_models import SENTENCES
 from tests.vllm.tiny_speculator import train_tiny_speculator
 
@@ -43,6 +49,8 @@ VOCABULARY, TOKENS, WIDTH = 150_000, 4096, 4096
 # A vocabulary that fills no block of a kernel, and so few rows that a chunk has one or two.
 SMALL = {"vocabulary": 5001, "tokens": 37, "width": 64}
 LOSSES = ("kl_div", "ce", "labels")
+# Rows, drafts and vocabulary of a verification that is served.
+SERVED = (16, 7, VOCABULARY)
 
 
 def largest_difference(left: torch.Tensor, right: torch.Tensor) -> float:
@@ -160,6 +168,29 @@ def loss_speeds(device: str) -> dict[str, Any]:
     return {"vocabulary": VOCABULARY, "tokens": TOKENS, "width": WIDTH, "rows": rows, "auto": measured}
 
 
+def verifications_differ(device: str) -> list[str]:
+    """Rules and shapes that emit something else on a device than the reference does on the CPU."""
+    kernels = implementation(torch.device(device))
+    return [
+        f"{case.function} {shape} {laws}"
+        for shape, laws in [*product(SHAPES, LAWS), (SERVED, "plain")]
+        for case in cases(shape, laws)
+        if not case.agrees(kernels, device)
+    ]
+
+
+def verification_speeds(device: str) -> list[dict[str, Any]]:
+    """Milliseconds of each rule at the size that is served, by torch's operations and by Triton's kernels."""
+    kernels, rows = implementation(torch.device(device)), []
+    for case in cases(SERVED):
+        arguments = case.on(device)
+        torch_ms = gpu_milliseconds(partial(getattr(rejection, case.function), *arguments))
+        triton_ms = gpu_milliseconds(partial(getattr(kernels, case.function), *arguments))
+        times = {"torch_ms": round(torch_ms, 4), "triton_ms": round(triton_ms, 4)}
+        rows.append({"function": case.function, "drafts": case.drafts, **times})
+    return rows
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
@@ -192,6 +223,10 @@ def main() -> int:
     if on_gpu:
         report["losses"] = {"difference": losses_differ_by(args.device), **loss_speeds(args.device)}
         checks["losses_agree"] = report["losses"]["difference"] < RELATIVE
+        wrong = verifications_differ(args.device)
+        by_kernels = implementation(torch.device(args.device)) is not rejection
+        checks["verifications_agree"] = by_kernels and not wrong
+        report["verification"] = {"shape": SERVED, "differing": wrong, "rules": verification_speeds(args.device)}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(report, indent=2))

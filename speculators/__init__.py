@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from speculators.runtime.llm import LLM
     from speculators.runtime.outputs import CompletionOutput, RequestOutput
     from speculators.runtime.sampling import SamplingParams
+    from speculators.runtime.structured_outputs import StructuredOutputsParams
     from speculators.runtime.transfer import KVTransferConfig
     from speculators.train.recipe import Recipe, run
 
@@ -27,6 +28,7 @@ __all__ = [
     "SamplingParams",
     "Speculator",
     "SpeculatorsError",
+    "StructuredOutputsParams",
     "__version__",
     "run",
 ]
@@ -40,6 +42,7 @@ _HOMES = {
     "SamplingParams": "speculators.runtime.sampling",
     "Speculator": "speculators.models.speculator",
     "SpeculatorsError": "speculators.errors",
+    "StructuredOutputsParams": "speculators.runtime.structured_outputs",
     "run": "speculators.train.recipe",
 }
 

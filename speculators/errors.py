@@ -69,7 +69,11 @@ class TrainingError(SpeculatorsError):
 
 
 class RequestError(SpeculatorsError):
-    """A generation request, or one of its sampling parameters, cannot be honoured."""
+    """A generation request, or one of its sampling parameters, cannot be honoured; `parameter` names the latter."""
+
+    def __init__(self, message: str, *, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
 
 
 class EngineError(SpeculatorsError):

@@ -20,6 +20,7 @@ NAMES = {
     "SamplingParams",
     "Speculator",
     "SpeculatorsError",
+    "StructuredOutputsParams",
     "__version__",
     "run",
 }

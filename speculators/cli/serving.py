@@ -1,13 +1,26 @@
 """Commands that run a speculator: evaluate, generate and serve."""
 
-import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from speculators.cli.engine_options import (
+    ENGINE_OPTIONS,
+    SPELLINGS,
+    AdditionalOption,
+    FileOption,
+    OldModelOption,
+    OldTokensOption,
+    SpecMethodOption,
+    SpecModelOption,
+    SpecTokensOption,
+    SpeculativeOption,
+    TransferOption,
+    engine_keywords,
+    speculation_keywords,
+)
 from speculators.cli.report import JsonOption, say, write_report
 
 if TYPE_CHECKING:
@@ -24,17 +37,13 @@ DepthOption = Annotated[
     int | None, typer.Option("--num-speculative-tokens", min=1, help="Drafts a step; the speculator's own otherwise.")
 ]
 LengthOption = Annotated[int | None, typer.Option("--max-model-len", min=1, help="Tokens of prompt and answer.")]
-SpeculativeOption = Annotated[
-    str | None, typer.Option("--speculative-config", "-sc", metavar="JSON", help="As vLLM's option of this name.")
-]
 TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the verifier.")]
-ENGINE_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 def register(app: typer.Typer) -> None:
     """Add this module's commands."""
     app.command("evaluate", rich_help_panel=PANEL)(evaluate)
-    app.command("generate", rich_help_panel=PANEL)(generate)
+    app.command("generate", rich_help_panel=PANEL, context_settings=SPELLINGS)(generate)
     app.command("serve", rich_help_panel=PANEL, context_settings=ENGINE_OPTIONS)(serve)
 
 
@@ -74,19 +83,8 @@ def evaluate(
     Console(stderr=json_path == "-").print(evaluation.report_table(report))
 
 
-def _speculative_config(text: str | None) -> dict[str, Any] | None:
-    if text is None:
-        return None
-    try:
-        given = json.loads(text)
-    except ValueError as error:
-        raise typer.BadParameter(f"--speculative-config is no JSON: {error}") from error
-    if not isinstance(given, dict):
-        raise typer.BadParameter(f"--speculative-config is {text}, expected a JSON object")
-    return given
-
-
 def generate(
+    context: typer.Context,
     checkpoint: CheckpointArgument,
     prompt: Annotated[str | None, typer.Option("--prompt", help="A text to continue.")] = None,
     chat: Annotated[str | None, typer.Option("--chat", help="A message to answer; standard input otherwise.")] = None,
@@ -99,6 +97,15 @@ def generate(
     seed: SeedOption = 0,
     dtype: DtypeOption = "auto",
     speculative_config: SpeculativeOption = None,
+    kv_transfer_config: TransferOption = None,
+    additional_config: AdditionalOption = None,
+    spec_method: SpecMethodOption = None,
+    spec_model: SpecModelOption = None,
+    spec_tokens: SpecTokensOption = None,
+    speculative_model: OldModelOption = None,
+    num_speculative_tokens: OldTokensOption = None,
+    config: FileOption = None,
+    max_model_len: LengthOption = None,
     trust_remote_code: TrustOption = False,
 ) -> None:
     """Stream one answer to the terminal, accepted draft tokens in another colour, and a line of statistics."""
@@ -107,6 +114,7 @@ def generate(
     from speculators.runtime.sampling import SamplingParams
     from speculators.runtime.stream import TextStream
 
+    speculation = speculation_keywords(context)
     if prompt is not None and chat is not None:
         raise UsageError("both --prompt and --chat are given; expected one")
     message = chat if prompt or chat else sys.stdin.read().strip()
@@ -123,10 +131,10 @@ def generate(
     )
     llm = LLM(
         checkpoint,
-        speculative_config=_speculative_config(speculative_config),
         dtype=dtype,
-        max_num_seqs=1,
+        max_model_len=max_model_len,
         trust_remote_code=trust_remote_code,
+        **{"max_num_seqs": 1, **speculation, **engine_keywords(context)},
     )
     asked = prompt or {"prompt_token_ids": llm.chat_token_ids([{"role": "user", "content": message}])}
     stream = TextStream(llm, asked, params)
@@ -135,30 +143,9 @@ def generate(
         sys.stdout.flush()
     typer.echo()
     typer.secho(stream.statistics(), err=True, dim=True)
-
-
-def _engine_keywords(words: Sequence[str]) -> dict[str, Any]:
-    """Options of vLLM's `serve` that have no flag of their own here: the engine accepts or refuses each by name."""
-    keywords: dict[str, Any] = {}
-    name = None
-    for word in words:
-        if word.startswith("--"):
-            name, equals, text = word[2:].replace("-", "_").partition("=")
-            keywords[name] = _value(text) if equals else True
-            name = None if equals else name
-        elif name is not None:
-            keywords[name], name = _value(word), None
-        else:
-            raise typer.BadParameter(f"got {word!r}, expected an option")
-    return keywords
-
-
-def _value(text: str) -> object:
-    try:
-        value: object = json.loads(text)
-    except ValueError:
-        return text
-    return value
+    if stream.output is not None and stream.output.kv_transfer_params is not None:
+        typer.secho(f"hidden states are in {stream.output.kv_transfer_params['hidden_states_path']}", err=True)
+    llm.close()
 
 
 def serve(
@@ -170,6 +157,14 @@ def serve(
         list[str] | None, typer.Option("--served-model-name", help="What clients call the model; may be repeated.")
     ] = None,
     speculative_config: SpeculativeOption = None,
+    kv_transfer_config: TransferOption = None,
+    additional_config: AdditionalOption = None,
+    spec_method: SpecMethodOption = None,
+    spec_model: SpecModelOption = None,
+    spec_tokens: SpecTokensOption = None,
+    speculative_model: OldModelOption = None,
+    num_speculative_tokens: OldTokensOption = None,
+    config: FileOption = None,
     dtype: DtypeOption = "auto",
     max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", min=1, help="Requests at a time.")] = 16,
     max_model_len: LengthOption = None,
@@ -181,20 +176,20 @@ def serve(
     """Serve a speculator with its verifier over an OpenAI-compatible HTTP API.
 
     Other engine options of vLLM are accepted where this engine already does what they ask, and refused by name where
-    it does not.
+    it does not. Dashes in names of options may be underscores.
     """
     from speculators.runtime.server import serve as run_server
 
     llm = _load(
         checkpoint,
-        speculative_config=_speculative_config(speculative_config),
         dtype=dtype,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         tokenizer=tokenizer,
         seed=seed,
         trust_remote_code=trust_remote_code,
-        **_engine_keywords(context.args),
+        **speculation_keywords(context),
+        **engine_keywords(context),
     )
     depth = llm.num_speculative_tokens
     say(f"{llm.verifier.name_or_path}" + (f", {depth} drafts a step from {checkpoint}" if depth else ", no drafts"))

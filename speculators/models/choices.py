@@ -74,6 +74,11 @@ class DraftChoices(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
+    @classmethod
+    def native_layers(cls, verifier: VerifierShape) -> int | None:
+        """Layers of such a draft that a verifier's configuration says its own checkpoint has; None: it says nothing."""
+        return None
+
 
 class LayerChoices(DraftChoices):
     """The shape of a draft's decoder layers. What is None follows the verifier."""

@@ -98,6 +98,6 @@ class DecoderDraftModel(DraftModel):
                     starts = [start + places[0] for start, places in zip(write.starts, wanted, strict=True)]
                     write = SlotWrite(write.rows, starts, at.shape[1], write.end, write.positions_BT[rows, at])
             q_BQTD = attention.query(inputs_BTX, cos, sin).transpose(1, 2)
-            attended = attend(write, q_BQTD, keys, values, attention.scale, attention.window)
+            attended = attend(write, q_BQTD, keys, values, attention.scale, attention.serving_window)
             hidden_BTH = layer.finish(residual_BTH, attended.transpose(1, 2))
         return hidden_BTH

@@ -72,13 +72,15 @@ class Proposal:
     """Draft tokens: `token_ids_BK` int64 ids of the verifier's vocabulary, `lengths_B` int64 of them valid.
 
     `probs_BKD` are the probabilities they were drawn from, over draft ids; None for one-hot drafts. `confidence_BK`:
-    how likely each token is to be accepted once those before it were, where the draft can tell.
+    how likely each token is to be accepted once those before it were, where the draft can tell. `top_probs_BK`: the
+    largest probability that the draft gave to a token there, where the proposer was asked for it.
     """
 
     token_ids_BK: Tensor
     lengths_B: Tensor
     probs_BKD: Tensor | None = None
     confidence_BK: Tensor | None = None
+    top_probs_BK: Tensor | None = None
 
 
 @dataclass
@@ -185,6 +187,9 @@ class DraftModel(nn.Module, ABC):
     # Patterns of the names of matrices with a row a token.
     tables: ClassVar[tuple[str, ...]] = ("embed_tokens.weight", "lm_head.weight")
 
+    # How many of its head's likeliest tokens a draft chooses among, where another head biases them; None for all.
+    num_candidates: int | None = None
+
     # Whether the methods of the model itself that are `compilable` are compiled; modules inside have their own.
     compiles = False
 
@@ -230,6 +235,11 @@ class DraftModel(nn.Module, ABC):
     def aux_layer_ids(self) -> tuple[int, ...]:
         """Capture ids of the verifier states this draft reads, ascending."""
         return tuple(self.config.aux_layer_ids)
+
+    @property
+    def tells_confidence(self) -> bool:
+        """Whether a head of the draft says how likely its tokens are to be accepted: proposals' `confidence_BK`."""
+        return False
 
     @property
     def verifier_ids_D(self) -> Tensor | None:

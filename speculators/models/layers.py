@@ -163,7 +163,8 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class SelfAttention(nn.Module):
     """The projections of one attention layer; scores are computed by whoever holds keys and values.
 
-    A draft's first layer may read a token beside a state, so `input_size` need not be the hidden size.
+    A draft's first layer may read a token beside a state, so `input_size` need not be the hidden size. `window` is what
+    the layer is trained with, `serving_window` what it is served with, by default the same.
     """
 
     compiles = False
@@ -172,7 +173,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.head_dim = decoder.head_dim
         self.scale = decoder.head_dim**-0.5
-        self.window = window
+        self.window = self.serving_window = window
         bias = decoder.attention_bias
         queries, keys = decoder.num_attention_heads * self.head_dim, decoder.num_key_value_heads * self.head_dim
         self.q_proj = SkinnyLinear(input_size, queries, bias=bias)

@@ -11,18 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speculators.errors import FormatError, SpeculatorsError
+from speculators.errors import FormatError, SpeculatorsError, UsageError, VerifierError
 from speculators.formats.card import write_card
 from speculators.formats.checkpoint import load_tensors, read_config, save_checkpoint
 from speculators.formats.config import SpeculatorConfig
 from speculators.formats.faults import error_of, fault
 from speculators.formats.hub import resolve
 from speculators.formats.publish import prepare, publish
-from speculators.formats.verifier_weights import VerifierWeights
+from speculators.formats.verifier_weights import VerifierWeights, load_verifier_weights
 from speculators.formats.vocab import DraftVocab
 from speculators.models import FAMILIES, family_config
 from speculators.models.draft_model import DraftModel
-from speculators.models.family import DraftFamily
+from speculators.models.family import DraftFamily, VerifierShape
+
+# What to do about a verifier without a draft of its own.
+_OTHERS = "draft with a speculator that was made for it (method eagle3), or with a small model (method draft_model)"
 
 
 def family_of(speculators_model_type: object, source: object) -> DraftFamily:
@@ -69,6 +72,35 @@ class Speculator:
         tensors = load_tensors(directory, config.expected_tensors())
         speculator = cls(config, family.model(config))
         speculator._fill(_with_vocabulary(tensors, config), torch.device(device), dtype)
+        return speculator
+
+    @classmethod
+    def from_verifier(
+        cls, path_or_repo: str | os.PathLike[str], family: str, *, revision: str | None = None, token: str | None = None
+    ) -> Speculator:
+        """The draft that a verifier's own checkpoint has, as stored there; embeddings and head are left to it.
+
+        `family` is the draft's. It drafts one token a step for each of its layers unless told otherwise. VerifierError
+        where the checkpoint has no such draft, or one of several layers, of which only one is known.
+        """
+        kind = family_of(family, "method")
+        directory = resolve(path_or_repo, revision=revision, token=token)
+        shape = VerifierShape.from_config_dict(read_config(directory), str(path_or_repo))
+        count = kind.draft.native_layers(shape)
+        if count is not None and count > 1:
+            raise VerifierError(
+                f"verifier {path_or_repo} has {count} {family} layers of its own; drafts of one are known: {_OTHERS}"
+            )
+        try:
+            config = kind.draft(num_speculative_tokens=1).resolve(shape)
+        except UsageError as error:
+            raise VerifierError(f"{error}; {_OTHERS}") from error
+        speculator = cls(config, kind.model(config))
+        found = speculator.draft.native_tensors(directory, load_verifier_weights(directory))
+        if not found:
+            lost = f"although its configuration says {count}" if count else "nor says its configuration that it has"
+            raise VerifierError(f"verifier {path_or_repo} has no {family} layer among its tensors, {lost}: {_OTHERS}")
+        speculator._take(found, directory, torch.device("cpu"), None)
         return speculator
 
     @classmethod
@@ -142,20 +174,27 @@ class Speculator:
 
         FormatError where it has nothing, or another draft than this one.
         """
-        found, expected = self.draft.native_tensors(directory, weights), self.config.expected_tensors()
-        wanted = {name: spec.shape for name, spec in expected.items() if spec.required}
-        got = {name: tuple(tensor.shape) for name, tensor in found.items()}
+        found = self.draft.native_tensors(directory, weights)
         if not found:
             raise FormatError(
                 f"{directory} has no {self.config.speculators_model_type} block of its own to start from; start from "
                 "another speculator, or at random"
             )
+        copies = {name: tensor.clone() for name, tensor in found.items()}
+        self._take(copies, directory, self.draft.device, self.draft.dtype)
+        return self
+
+    def _take(
+        self, found: Mapping[str, Tensor], directory: Path, device: torch.device, dtype: torch.dtype | None
+    ) -> None:
+        """Fill in a draft's own tensors; FormatError where they are not those of this one."""
+        wanted = {name: spec.shape for name, spec in self.config.expected_tensors().items() if spec.required}
+        got = {name: tuple(tensor.shape) for name, tensor in found.items()}
         for name in sorted(wanted.keys() | got.keys()):
             if wanted.get(name) != got.get(name):
                 has, asked = (list(side[name]) if name in side else "no tensor" for side in (got, wanted))
                 raise FormatError(f"{directory}: {name} is {has} there, expected {asked}; is it of this verifier?")
-        self._fill({name: tensor.clone() for name, tensor in found.items()}, self.draft.device, self.draft.dtype)
-        return self
+        self._fill(found, device, dtype)
 
     @property
     def vocab(self) -> DraftVocab:

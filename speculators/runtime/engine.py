@@ -14,14 +14,18 @@ from torch import Tensor
 
 from speculators.errors import RequestError
 from speculators.models.cache import SlotWrite
-from speculators.runtime.outputs import Logprob, RequestOutput
+from speculators.runtime.depth import DepthPolicy, depth_of
+from speculators.runtime.logits_processors import ConstraintBuilder, process
+from speculators.runtime.logprobs import token_logprobs
+from speculators.runtime.outputs import RequestOutput
 from speculators.runtime.proposers.proposer import NewTokens, Proposer
 from speculators.runtime.recorder import HiddenStatesRecorder, check_extraction
-from speculators.runtime.rejection import Verification, verify_greedy, verify_standard
 from speculators.runtime.request import Request
-from speculators.runtime.sampling import NoiseStreams, SamplingParams, exponential, probabilities, uniform
+from speculators.runtime.rules import Rule, StandardRule
+from speculators.runtime.sampling import NoiseStreams, SamplingParams
 from speculators.runtime.stats import SpecDecodeStats
 from speculators.runtime.verifier import Verifier
+from speculators.runtime.verifying import BatchVerifier
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,8 @@ class EngineLimits:
 class Engine:
     """Schedules requests over one verifier and, optionally, one proposer, or a recorder of hidden states.
 
-    `step` runs one round and returns the requests that moved. Not thread-safe: one thread steps it.
+    `depth` says how many tokens are drafted and verified, by default all that the proposer makes. `step` runs one round
+    and returns the requests that moved. Not thread-safe: one thread steps it.
     """
 
     def __init__(
@@ -48,8 +53,11 @@ class Engine:
         seed: int = 0,
         metrics_level: str = "none",
         recorder: HiddenStatesRecorder | None = None,
+        depth: DepthPolicy | None = None,
+        rule: Rule | None = None,
     ) -> None:
         self.verifier, self.proposer, self.recorder = verifier, proposer, recorder
+        self.depth = depth_of(proposer, depth)
         self.limits = limits or EngineLimits()
         self.seed, self.metrics_level = seed, metrics_level
         self.waiting: deque[Request] = deque()
@@ -58,9 +66,11 @@ class Engine:
         self.stats = self._new_stats()
         self.num_generated_tokens = 0
         self._cache = verifier.make_cache(self.limits.max_num_seqs)
+        self._constraints = ConstraintBuilder(verifier.tokenizer, verifier.vocab_size, verifier.eos_token_ids)
         self._num_requests = 0
         reader = recorder.layer_ids if recorder is not None else proposer.aux_layer_ids if proposer is not None else ()
         self._aux_layer_ids = tuple(reader)
+        self._verify = BatchVerifier(rule or StandardRule(), None if proposer is None else proposer.verifier_ids_D)
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -84,6 +94,7 @@ class Engine:
         """Queue a request; RequestError when its prompt is empty, too long or holds ids outside the vocabulary."""
         self._check_prompt(request_id, prompt_token_ids)
         check_extraction(params, extracting=self.recorder is not None, completions=1)
+        constraints = self._constraints.build(params, prompt_token_ids)
         if self.recorder is not None:
             self.recorder.expect(request_id, params)
         request = Request(
@@ -96,6 +107,7 @@ class Engine:
             prompt=prompt,
             tokenizer=self.verifier.tokenizer if decode_text else None,
         )
+        request.constraints = constraints
         request.seed = params.seed if params.seed is not None else self.seed * 1_000_003 + self._num_requests
         self._num_requests += 1
         self._ids.add(request_id)
@@ -136,7 +148,7 @@ class Engine:
         write = SlotWrite.at(slice(0, len(moved)), [r.num_computed for r in moved], width, self.verifier.device)
         out = self.verifier.forward(ids_BT, self._cache, write)
         assert out.logits_BTV is not None
-        emitted = self._verify(out.logits_BTV, moved)
+        emitted = self._verify(process(out.logits_BTV, moved), ids_BT[:, 1:], moved)
         starts = [r.num_computed for r in moved]
         if self.recorder is not None and out.aux_BTX is not None:
             self.recorder.record(moved, starts, [1] * len(moved), out.aux_BTX)
@@ -219,11 +231,15 @@ class Engine:
         chunks = [r.tokens[s : s + n] for r, s, n in zip(requests, starts, lengths, strict=True)]
         nexts = [r.tokens[s + 1 : s + 1 + n] for r, s, n in zip(requests, starts, lengths, strict=True)]
         write = SlotWrite.at(rows, starts, width, device)
-        out = self.verifier.forward(_padded(chunks, width, device), self._cache, write, need_logits=False)
+        told = any(r.prompt_logprobs is not None for r in requests)
+        out = self.verifier.forward(_padded(chunks, width, device), self._cache, write, need_logits=told)
         if self.recorder is not None and out.aux_BTX is not None:
             self.recorder.record(requests, starts, lengths, out.aux_BTX)
-        for request, length in zip(requests, lengths, strict=True):
+        for row, (request, length) in enumerate(zip(requests, lengths, strict=True)):
             request.num_computed += length
+            if request.prompt_logprobs is not None and out.logits_BTV is not None:
+                count, tokenizer = request.params.prompt_logprobs or 0, self.verifier.tokenizer
+                request.prompt_logprobs += token_logprobs(out.logits_BTV[row], nexts[row], count, tokenizer)
         if self.proposer is not None:
             self.proposer.observe(
                 NewTokens(
@@ -239,6 +255,7 @@ class Engine:
 
     def _commit(self, request: Request, tokens: list[int], logits_TV: Tensor) -> None:
         drafted = len(request.drafts)
+        self.depth.learn(request, len(tokens) - 1)
         request.num_computed += len(tokens)
         for stats in (self.stats, request.stats):
             if stats is not None:
@@ -246,25 +263,11 @@ class Engine:
                 stats.add_step(drafted, len(tokens) - 1, keep_steps=detailed)
         logprobs = None
         if request.logprobs is not None:
-            logprobs = [self._logprobs(logits_TV[i], token, request.params) for i, token in enumerate(tokens)]
+            logprobs = token_logprobs(logits_TV, tokens, request.params.logprobs or 0, self.verifier.tokenizer)
         before = len(request.tokens)
         request.append(tokens, logprobs)
         self.num_generated_tokens += len(request.tokens) - before
         request.drafts, request.draft_probs_KD = [], None
-
-    def _logprobs(self, logits_V: Tensor, token: int, params: SamplingParams) -> dict[int, Logprob]:
-        logprobs_V = logits_V.float().log_softmax(-1)
-        top = logprobs_V.topk(params.logprobs or 0).indices.tolist()
-        chosen = list(dict.fromkeys([token, *top]))
-        tokenizer = self.verifier.tokenizer
-        return {
-            i: Logprob(
-                float(logprobs_V[i]),
-                int((logprobs_V > logprobs_V[i]).sum()) + 1,
-                None if tokenizer is None else str(tokenizer.decode([i])),
-            )
-            for i in chosen
-        }
 
     def _drop_finished(self) -> list[int]:
         """Close the holes that finished requests leave; returns, for each row now, which row it was before."""
@@ -275,6 +278,8 @@ class Engine:
                 row += 1
                 continue
             self._ids.discard(self.running[row].request_id)
+            if self.proposer is not None:
+                self.proposer.forget(self.running[row])
             last, origin = self.running.pop(), order.pop()
             if row < len(self.running):
                 self._cache.move(len(self.running), row, last.num_computed)
@@ -285,63 +290,17 @@ class Engine:
 
     def _draft(self, new: NewTokens) -> None:
         assert self.proposer is not None
-        proposal = self.proposer.propose(new, self.proposer.num_tokens)
-        ids, lengths = proposal.token_ids_BK.tolist(), proposal.lengths_B.tolist()
+        num_tokens = self.depth.tokens_to_draft(len(new.requests))
+        if num_tokens == 0:
+            self.proposer.observe(new)
+            return
+        proposal = self.proposer.propose(new, num_tokens)
+        ids, lengths = proposal.token_ids_BK.tolist(), self.depth.verification_lengths(proposal, new.requests)
         for row, request in enumerate(new.requests):
             count = min(lengths[row], request.room)
             request.drafts = ids[row][:count]
             if proposal.probs_BKD is not None and not request.params.greedy:
                 request.draft_probs_KD = proposal.probs_BKD[row, :count]
-
-    def _verify(self, logits_BTV: Tensor, requests: list[Request]) -> list[list[int]]:
-        """Tokens each request gains: its accepted drafts and one more."""
-        lengths = [len(r.drafts) for r in requests]
-        drafts_BK = _padded([r.drafts for r in requests], logits_BTV.shape[1] - 1, logits_BTV.device)
-        emitted: list[list[int]] = [[] for _ in requests]
-        for greedy in (True, False):
-            chosen = [i for i, r in enumerate(requests) if r.params.greedy is greedy]
-            if not chosen:
-                continue
-            rows = torch.tensor(chosen, device=logits_BTV.device)
-            lengths_B = torch.tensor([lengths[i] for i in chosen], device=logits_BTV.device)
-            whole = len(chosen) == len(requests)
-            logits = logits_BTV if whole else logits_BTV[rows]
-            if greedy:
-                result = verify_greedy(logits.argmax(-1), drafts_BK[rows], lengths_B)
-            else:
-                result = self._verify_sampled(logits, drafts_BK[rows], lengths_B, [requests[i] for i in chosen])
-            counts, outputs = result.num_accepted_B.tolist(), result.output_ids_BS.tolist()
-            for place, i in enumerate(chosen):
-                emitted[i] = outputs[place][: counts[place] + 1]
-        return emitted
-
-    def _verify_sampled(
-        self, logits_BSV: Tensor, drafts_BK: Tensor, lengths_B: Tensor, requests: list[Request]
-    ) -> Verification:
-        batch, width, vocab = logits_BSV.shape
-        params = [r.params for r in requests for _ in range(width)]
-        probs_BSV = probabilities(logits_BSV.reshape(batch * width, vocab), params).view(batch, width, vocab)
-        noise = [r.noise for r in requests if r.noise is not None]
-        accept_BK = torch.stack([uniform(width - 1, n.accept) for n in noise])
-        sample_BV = torch.stack([exponential(vocab, n.sample) for n in noise])
-        draft_probs = self._draft_probs(requests, drafts_BK, vocab)
-        return verify_standard(probs_BSV, drafts_BK, lengths_B, draft_probs, accept_BK, sample_BV)
-
-    def _draft_probs(self, requests: list[Request], drafts_BK: Tensor, vocab: int) -> Tensor | None:
-        """Draft probabilities over the verifier's vocabulary [B, K, V]; None when every draft is one-hot."""
-        if all(r.draft_probs_KD is None for r in requests):
-            return None
-        probs_BKV = torch.zeros((*drafts_BK.shape, vocab), device=drafts_BK.device)
-        ids_D = None if self.proposer is None else self.proposer.verifier_ids_D
-        for row, request in enumerate(requests):
-            kept = request.draft_probs_KD
-            if kept is None:
-                probs_BKV[row].scatter_(1, drafts_BK[row][:, None], 1.0)
-            elif ids_D is None:
-                probs_BKV[row, : len(kept), : kept.shape[1]] = kept
-            else:
-                probs_BKV[row][: len(kept)][:, ids_D] = kept
-        return probs_BKV
 
 
 def _padded(rows: Sequence[Sequence[int]], width: int, device: torch.device) -> Tensor:

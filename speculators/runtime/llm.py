@@ -1,5 +1,6 @@
 """Generation in process: `LLM`, with the names and the meaning that vLLM users know."""
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -13,18 +14,24 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from speculators.errors import EngineError, RequestError, StoreError
 from speculators.formats.hidden_states import HiddenStatesOptions, HiddenStatesWriter, parse_transfer_config
 from speculators.formats.hidden_states_options import LAYER_IDS
-from speculators.formats.verifier_weights import VerifierWeights
 from speculators.models.speculator import Speculator
-from speculators.runtime.config import EXTRACT_METHOD, SpeculativeConfig, check_engine_keywords
+from speculators.runtime.additional import AdditionalConfig
+from speculators.runtime.assemble import choose_depth, choose_rule
+from speculators.runtime.config import METHOD_OF_FAMILY, SpeculativeConfig
+from speculators.runtime.config_rules import EXTRACT_METHOD
+from speculators.runtime.description import LanguageModel, ModelDescription
 from speculators.runtime.engine import Engine, EngineLimits
+from speculators.runtime.engine_keywords import check_engine_keywords
 from speculators.runtime.infer import Plan, infer
+from speculators.runtime.methods import Build, prepare
 from speculators.runtime.outputs import RequestOutput
-from speculators.runtime.proposers.draft_head import DraftHeadProposer
 from speculators.runtime.recorder import HiddenStatesRecorder, check_extraction
 from speculators.runtime.sampling import SamplingParams
 from speculators.runtime.stats import SpecDecodeStats
 from speculators.runtime.transfer import KVTransferConfig
 from speculators.runtime.verifier import Verifier
+
+logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 _DEFAULT_LENGTH = 4096
@@ -65,28 +72,37 @@ class LLM:
         device: str | None = None,
         per_request_spec_decode_metrics: str | None = None,
         kv_transfer_config: Mapping[str, Any] | KVTransferConfig | None = None,
+        additional_config: Mapping[str, Any] | None = None,
         **engine_keywords: Any,
     ) -> None:
         check_engine_keywords(engine_keywords)
         config = None if speculative_config is None else SpeculativeConfig.from_dict(speculative_config)
-        plan = infer(str(model), config, revision=revision)
+        additional = None if additional_config is None else AdditionalConfig.from_dict(additional_config)
+        plan = infer(str(model), config, additional, revision=revision)
         transfer = _transfer(plan, kv_transfer_config)
+        told = ModelDescription(
+            plan.verifier, plan.verifier_revision, trust_remote_code, _tokenizer(tokenizer, plan, str(model))
+        )
+        longest = _model_length(max_model_len, told)
+        _check_drafted_length(plan, longest)
+        limits = EngineLimits(
+            _positive("max_num_seqs", max_num_seqs),
+            longest,
+            _positive("max_num_batched_tokens", max_num_batched_tokens),
+        )
+        _check_metrics_level(per_request_spec_decode_metrics, plan)
+        build = prepare(plan, told)
         verifier = Verifier.from_pretrained(
             plan.verifier,
             dtype=dtype,
             device=device,
-            revision=revision if plan.speculator is None else None,
+            revision=plan.verifier_revision,
             trust_remote_code=trust_remote_code,
-            tokenizer=tokenizer if plan.verifier == str(model) else None,
+            tokenizer=told.tokenizer_path,
         )
         _limit_memory(gpu_memory_utilization, verifier.device)
-        limits = EngineLimits(
-            _positive("max_num_seqs", max_num_seqs),
-            _model_length(max_model_len, verifier),
-            _positive("max_num_batched_tokens", max_num_batched_tokens),
-        )
         recorder = None if transfer is None else _recorder(plan, transfer, verifier)
-        self._take(verifier, plan, limits, seed, per_request_spec_decode_metrics, recorder)
+        self._take(verifier, plan, build, limits, seed, per_request_spec_decode_metrics, recorder)
 
     @classmethod
     def from_parts(
@@ -101,42 +117,39 @@ class LLM:
     ) -> "LLM":
         """Build on a verifier and a speculator that are loaded already; both keep belonging to the caller."""
         llm = cls.__new__(cls)
-        depth = 0
+        config = None
         if speculator is not None:
-            depth = num_speculative_tokens or speculator.config.num_speculative_tokens
-        plan = Plan(verifier.name_or_path, speculator, None, depth, draft_sample_method)
-        llm._take(verifier, plan, limits or EngineLimits(max_model_len=_model_length(None, verifier)), seed, None)
+            config = SpeculativeConfig(
+                method=METHOD_OF_FAMILY[speculator.config.speculators_model_type],
+                num_speculative_tokens=num_speculative_tokens or speculator.config.num_speculative_tokens,
+                draft_sample_method=draft_sample_method,
+            )
+        plan = Plan(verifier.name_or_path, config, speculator)
+        limits = limits or EngineLimits(max_model_len=_model_length(None, verifier))
+        llm._take(verifier, plan, prepare(plan, verifier), limits, seed, None)
         return llm
 
     def _take(
         self,
         verifier: Verifier,
         plan: Plan,
+        build: Build | None,
         limits: EngineLimits,
         seed: int,
         level: str | None,
         recorder: HiddenStatesRecorder | None = None,
     ) -> None:
-        proposer = None
-        if plan.speculator is not None:
-            speculator = plan.speculator.to(verifier.device, verifier.dtype)
-            if speculator.draft.missing_tensors():
-                speculator.attach_verifier(weights_of(verifier))
-            proposer = DraftHeadProposer(
-                speculator.draft,
-                plan.num_speculative_tokens,
-                limits.max_num_seqs,
-                probabilistic=plan.draft_sample_method == "probabilistic",
-            )
-        if level not in (None, "none", "summary", "detailed"):
-            raise EngineError(f"LLM: per_request_spec_decode_metrics={level!r}: expected none, summary or detailed")
-        if level in ("summary", "detailed") and proposer is None:
-            raise EngineError(
-                f"LLM: per_request_spec_decode_metrics={level!r} requires speculative decoding to be enabled"
-            )
+        proposer = None if build is None else build(verifier, limits)
         self.verifier, self.method = verifier, plan.method
         self.engine = Engine(
-            verifier, proposer, limits=limits, seed=seed, metrics_level=level or "summary", recorder=recorder
+            verifier,
+            proposer,
+            limits=limits,
+            seed=seed,
+            metrics_level=level or "summary",
+            recorder=recorder,
+            depth=choose_depth(plan, proposer, verifier, limits),
+            rule=choose_rule(plan),
         )
         self._count = 0
 
@@ -168,7 +181,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete prompts: texts, token id lists, or dicts with `prompt` or `prompt_token_ids`; outputs in order.
 
-        StoreError where the hidden states of a request could not be written; the files of the others are there.
+        A completion whose constraints left no token to choose has finish reason "error", and its output's `error` tells
+        why. StoreError where the hidden states of a request could not be written; the files of the others are there.
         """
         # mypy does not know what _is_batch has found.
         items: list[Prompt] = list(prompts) if _is_batch(prompts) else [prompts]  # type: ignore[list-item,arg-type]
@@ -178,7 +192,8 @@ class LLM:
             groups = [self._submit(item, chosen) for item, chosen in zip(items, params, strict=True)]
             done = {output.request_id: output for output in self._run(show=use_tqdm) if output.finished}
             abort_unless_done.pop_all()
-        failed = [output for output in done.values() if output.error is not None]
+        # What ended for want of a token that its constraints allow has a stop reason, and says so in its output.
+        failed = [one for one in done.values() if one.error is not None and one.outputs[0].stop_reason is None]
         if failed:
             raise StoreError(f"hidden states of {len(failed)} of {len(done)} requests are lost: {failed[0].error}")
         return [_joined([done[request_id] for request_id in group]) for group in groups]
@@ -285,9 +300,17 @@ def _recorder(plan: Plan, options: HiddenStatesOptions, verifier: Verifier) -> H
     return HiddenStatesRecorder(writer, plan.layer_ids)
 
 
-def weights_of(verifier: Verifier) -> VerifierWeights:
-    """Embedding, head and final norm of a loaded verifier, without reading its files again."""
-    return VerifierWeights.from_model(verifier.model)
+def _tokenizer(asked: str | None, plan: Plan, model: str) -> str | None:
+    """The tokenizer to read in place of the verifier's; none where a speculator says which verifier that is."""
+    if asked is None or plan.verifier == model:
+        return asked
+    logger.warning(
+        "LLM: tokenizer=%r is reset to %r, the verifier of the speculator %s that is served",
+        asked,
+        plan.verifier,
+        model,
+    )
+    return None
 
 
 def _joined(outputs: list[RequestOutput]) -> RequestOutput:
@@ -318,7 +341,7 @@ def _positive(name: str, value: int) -> int:
     return value
 
 
-def _model_length(asked: int | None, verifier: Verifier) -> int:
+def _model_length(asked: int | None, verifier: LanguageModel) -> int:
     longest = verifier.max_length
     if asked is None:
         return min(longest or _DEFAULT_LENGTH, _DEFAULT_LENGTH)
@@ -327,6 +350,22 @@ def _model_length(asked: int | None, verifier: Verifier) -> int:
             f"LLM: max_model_len={asked} is more than the {longest} positions of verifier {verifier.name_or_path!r}"
         )
     return asked
+
+
+def _check_drafted_length(plan: Plan, longest: int) -> None:
+    asked = None if plan.config is None else plan.config.max_model_len
+    if asked is not None and asked > longest:
+        raise EngineError(
+            f"speculative_config: max_model_len={asked}: expected a whole number in [1, {longest}], the engine's own "
+            "max_model_len"
+        )
+
+
+def _check_metrics_level(level: str | None, plan: Plan) -> None:
+    if level not in (None, "none", "summary", "detailed"):
+        raise EngineError(f"LLM: per_request_spec_decode_metrics={level!r}: expected none, summary or detailed")
+    if level in ("summary", "detailed") and not plan.num_speculative_tokens:
+        raise EngineError(f"LLM: per_request_spec_decode_metrics={level!r} requires speculative decoding to be enabled")
 
 
 def _limit_memory(share: float | None, device: torch.device) -> None:

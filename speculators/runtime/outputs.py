@@ -5,6 +5,9 @@ from typing import Any
 
 from speculators.runtime.stats import SpecDecodeStats
 
+# Stop reason of a completion that ended because its constraints came to forbid every token.
+NO_TOKEN_ALLOWED = "no_token_allowed"
+
 
 @dataclass
 class Logprob:
@@ -60,8 +63,9 @@ class RequestMetrics:
 class RequestOutput:
     """State of one request: its prompt and completions, and whether it is finished.
 
-    `kv_transfer_params` holds `hidden_states_path` where states were extracted; `error` says why a request whose
-    completions ended with finish reason "error" has none.
+    `kv_transfer_params` holds `hidden_states_path` where states were extracted; `error` says why completions ended with
+    finish reason "error": their files could not be written, or (stop reason NO_TOKEN_ALLOWED) their constraints left no
+    token to choose. `prompt_logprobs` has an entry for each prompt token, None for the first, where that was asked for.
     """
 
     request_id: str
@@ -72,3 +76,4 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     kv_transfer_params: dict[str, Any] | None = None
     error: str | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None

@@ -100,7 +100,7 @@ class HiddenStatesRecorder:
     def finish(self, request: Request) -> None:
         """Queue the file of a request that has ended."""
         recording = self._recordings.pop(request.request_id)
-        count = len(request.tokens) - 1 if _with_output(request.params) else len(request.prompt_token_ids)
+        count = request.num_computed if _with_output(request.params) else len(request.prompt_token_ids)
         rows_TX = torch.cat(recording.rows) if recording.rows else torch.empty(0)
         if len(rows_TX) != count:
             self._writer.release(recording.path)

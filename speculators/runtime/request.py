@@ -5,7 +5,15 @@ from typing import Protocol
 
 from torch import Tensor
 
-from speculators.runtime.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SpecDecodeMetrics
+from speculators.runtime.logits_processors import Constraints
+from speculators.runtime.outputs import (
+    NO_TOKEN_ALLOWED,
+    CompletionOutput,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    SpecDecodeMetrics,
+)
 from speculators.runtime.sampling import NoiseStreams, SamplingParams
 from speculators.runtime.stats import SpecDecodeStats
 
@@ -79,10 +87,14 @@ class Request:
         self.draft_probs_KD: Tensor | None = None
         self.seed = 0
         self.noise: NoiseStreams | None = None
+        self.constraints: Constraints | None = None
         self.stats = stats
         self.metrics = RequestMetrics(time.monotonic())
         self.accepted: list[bool] = []
         self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = (
+            None if params.prompt_logprobs is None else [None]
+        )
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.hidden_states_path: str | None = None
@@ -116,7 +128,12 @@ class Request:
         """
         if self.metrics.first_token_time is None:
             self.metrics.first_token_time = time.monotonic()
+        dead_ends = {} if self.constraints is None else self.constraints.exhausted
         for place, token in enumerate(token_ids):
+            if dead_ends and tuple(token_ids[:place]) in dead_ends:
+                self.error = f"request {self.request_id}: {dead_ends[tuple(token_ids[:place])]}"
+                self._finish("error", NO_TOKEN_ALLOWED)
+                break
             self.tokens.append(token)
             self.accepted.append(place < len(token_ids) - 1)
             if self.logprobs is not None and logprobs is not None:
@@ -162,6 +179,7 @@ class Request:
             self.metrics,
             None if path is None else {"hidden_states_path": path},
             self.error,
+            self.prompt_logprobs,
         )
 
     def _end_if_due(self, token: int) -> None:
@@ -169,7 +187,10 @@ class Request:
         if self._decoder is not None and not (ends and self.params.skip_special_tokens):
             start = len(self._text)
             self._text += self._decoder.push(token)
-            if self._cut_at_stop_string(start):
+            # A stop string counts from the first token on that could end the request.
+            if len(self.tokens) - len(self.prompt_token_ids) > self.params.min_tokens and self._cut_at_stop_string(
+                start
+            ):
                 return
         if ends:
             self._finish("stop", token if token in self._stop_ids else None)

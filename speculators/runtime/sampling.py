@@ -1,6 +1,6 @@
 """From logits to probabilities, as a request's sampling parameters ask, and the noise that draws from them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -8,21 +8,17 @@ import torch
 from torch import Tensor
 
 from speculators.errors import RequestError
+from speculators.runtime.structured_outputs import StructuredOutputsParams
 
-# Options that vLLM's SamplingParams knows and whose neutral value alone is true of this engine.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-    "repetition_penalty": (1.0,),
-    "min_tokens": (0,),
-    "prompt_logprobs": (None,),
-    "logit_bias": (None, {}),
-    "allowed_token_ids": (None,),
-    "bad_words": (None, []),
-    "structured_outputs": (None,),
-    "detokenize": (True,),
-    "logits_processors": (None, []),
-    "truncate_prompt_tokens": (None,),
+# Options that vLLM's SamplingParams knows and whose neutral value alone is true of this engine, with what to do.
+_NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
+    "detokenize": ((True,), "the text is made from the tokens in any case"),
+    "logits_processors": (
+        (None, []),
+        "a function of a request's own does not know of draft windows; use logit_bias, bad_words or structured_outputs",
+    ),
+    "truncate_prompt_tokens": ((None,), "shorten the prompt before giving it"),
+    "guided_decoding": ((None,), "its name is structured_outputs, a StructuredOutputsParams"),
 }
 # What `extra_args["kv_transfer_params"]` may hold.
 TRANSFER_PARAMS = ("hidden_states_path", "include_output_tokens")
@@ -34,9 +30,12 @@ class SamplingParams:
 
     temperature 0 is greedy; top_k 0 or -1 and top_p 1 keep everything; min_p keeps tokens of at least min_p times the
     likeliest one's probability. logprobs N returns the log-probabilities of the N likeliest tokens and of the chosen
-    one, from the unprocessed logits. extra_args may hold `kv_transfer_params`, a dict with `hidden_states_path` (str)
-    and `include_output_tokens` (bool), for an engine that extracts hidden states. Raises RequestError naming the
-    parameter, what was got and what is allowed.
+    one, from the unprocessed logits, prompt_logprobs N those of the prompt's tokens. The penalties, logit_bias,
+    allowed_token_ids, bad_words, min_tokens (no end of sequence, stop id or stop string before so many) and
+    structured_outputs (StructuredOutputsParams or a dict of their fields) change the logits before temperature does, of
+    greedy requests too. extra_args may hold `kv_transfer_params`, a dict with `hidden_states_path` (str) and
+    `include_output_tokens` (bool), for an engine that extracts hidden states. Raises RequestError naming the parameter,
+    what was got and what is allowed.
     """
 
     n: int = 1
@@ -60,10 +59,11 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
-    structured_outputs: Any = None
+    structured_outputs: StructuredOutputsParams | None = None
     detokenize: bool = True
     logits_processors: list[Any] | None = None
     truncate_prompt_tokens: int | None = None
+    guided_decoding: Any = None
     extra_args: dict[str, Any] | None = None
     stop_strings: list[str] = field(init=False, repr=False, default_factory=list)
 
@@ -84,27 +84,63 @@ class SamplingParams:
             self.max_tokens is None or (_whole(self.max_tokens) and self.max_tokens >= 1),
             "None or a whole number of at least 1",
         )
-        self._check(
-            "logprobs",
-            self.logprobs is None or (_whole(self.logprobs) and 0 <= self.logprobs <= 20),
-            "None or a whole number in 0..20",
-        )
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            self._check(name, count is None or (_whole(count) and 0 <= count <= 20), "None or a whole number in 0..20")
         self._check("stop", all(isinstance(text, str) and text for text in self.stop_strings), "non-empty strings")
         self._check(
             "stop_token_ids", all(_whole(token) and token >= 0 for token in self.stop_token_ids or []), "token ids"
         )
+        self._check_constraints()
         self._check_transfer_params()
-        for name, allowed in _NEUTRAL.items():
+        for name, (allowed, advice) in _NEUTRAL.items():
             value = getattr(self, name)
             if value not in allowed:
                 raise RequestError(
-                    f"sampling parameter {name}={value!r} is not supported by this runtime; leave it at {allowed[0]!r}"
+                    f"sampling parameter {name}={value!r} is not supported by this runtime: {advice}; leave it at "
+                    f"{allowed[0]!r}",
+                    parameter=name,
                 )
 
     @property
     def transfer_params(self) -> dict[str, Any]:
         """What is asked of hidden-states extraction; empty where nothing is."""
         return (self.extra_args or {}).get("kv_transfer_params") or {}
+
+    def _check_constraints(self) -> None:
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            self._check(name, _finite(value) and -2 <= value <= 2, "a number in [-2, 2]")
+        repetition = self.repetition_penalty
+        self._check("repetition_penalty", _finite(repetition) and repetition > 0, "a number above 0 (1 is neutral)")
+        self._check("min_tokens", _whole(self.min_tokens) and self.min_tokens >= 0, "a whole number of at least 0")
+        if self.max_tokens is not None:
+            self._check("min_tokens", self.min_tokens <= self.max_tokens, f"at most max_tokens={self.max_tokens}")
+        self._check(
+            "logit_bias",
+            self.logit_bias is None
+            or (
+                isinstance(self.logit_bias, Mapping)
+                and all(_token_id(token) for token in self.logit_bias)
+                and all(_finite(bias) and -100 <= bias <= 100 for bias in self.logit_bias.values())
+            ),
+            "a dict from token ids to numbers in [-100, 100]",
+        )
+        allowed = self.allowed_token_ids
+        self._check(
+            "allowed_token_ids",
+            allowed is None or (isinstance(allowed, list | tuple) and bool(allowed) and all(map(_token_id, allowed))),
+            "None or a list of token ids that is not empty",
+        )
+        words = self.bad_words
+        self._check(
+            "bad_words",
+            words is None
+            or (isinstance(words, list | tuple) and all(isinstance(word, str) and word.strip() for word in words)),
+            "a list of texts, none blank",
+        )
+        if self.structured_outputs is not None:
+            self.structured_outputs = StructuredOutputsParams.of(self.structured_outputs)
 
     def _check_transfer_params(self) -> None:
         args = self.extra_args or {}
@@ -130,11 +166,17 @@ class SamplingParams:
 
     def _check(self, name: str, fine: bool, expected: str) -> None:
         if not fine:
-            raise RequestError(f"sampling parameter {name}={getattr(self, name)!r}: expected {expected}")
+            raise RequestError(
+                f"sampling parameter {name}={getattr(self, name)!r}: expected {expected}", parameter=name
+            )
 
 
 def _whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _token_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _finite(value: object) -> bool:

@@ -23,10 +23,18 @@ from speculators.errors import EngineError, RequestError
 from speculators.runtime.engine_thread import EngineRequest, EngineThread, RequestStream
 from speculators.runtime.llm import LLM
 from speculators.runtime.metrics import LOG_INTERVAL_SECONDS, DraftLog, ServerMetrics
-from speculators.runtime.outputs import RequestOutput
+from speculators.runtime.outputs import NO_TOKEN_ALLOWED, RequestOutput
 from speculators.runtime.recorder import check_extraction
 from speculators.runtime.sampling import SamplingParams
-from speculators.runtime.server_answers import Answer, ChatAnswer, CompletionAnswer, ModelCard, ModelList, error_body
+from speculators.runtime.server_answers import (
+    Answer,
+    ChatAnswer,
+    CompletionAnswer,
+    ModelCard,
+    ModelList,
+    error_body,
+    failure_body,
+)
 from speculators.runtime.server_protocol import ChatRequest, CompletionRequest, GenerationRequest
 
 logger = logging.getLogger(__name__)
@@ -124,9 +132,10 @@ class Api:
         outputs = await _finished(stream, http)
         if outputs is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        lost = next((output.error for output in outputs if output.error is not None), None)
-        if lost is not None:
-            return _error(500, lost, kind="server_error", code="hidden_states_lost")
+        failed = next((output for output in outputs if output.error is not None), None)
+        if failed is not None:
+            status = 400 if failed.outputs[0].stop_reason == NO_TOKEN_ALLOWED else 500
+            return JSONResponse(failure_body(failed).model_dump(), status)
         return JSONResponse(answer.whole(outputs).model_dump(exclude_unset=True))
 
     def _params(self, body: GenerationRequest, num_prompts: int) -> SamplingParams:
@@ -134,7 +143,8 @@ class Api:
             params = body.sampling_params()
             check_extraction(params, extracting=self._llm.extracts, completions=num_prompts * params.n)
         except RequestError as error:
-            raise ApiError(400, str(error), param="kv_transfer_params", code="unsupported_value") from error
+            code = "unsupported_value" if error.parameter is None else "invalid_value"
+            raise ApiError(400, str(error), param=error.parameter or "kv_transfer_params", code=code) from error
         return params
 
     def _check_room(self, prompt_length: int, params: SamplingParams) -> None:
@@ -256,7 +266,9 @@ async def _refuse_body(_: Request, error: Exception) -> Response:
 
 
 async def _refuse_request(http: Request, error: Exception) -> Response:
-    return _refusal(400, str(error), "messages" if "chat" in http.url.path else "prompt", "invalid_value")
+    assert isinstance(error, RequestError)
+    param = error.parameter or ("messages" if "chat" in http.url.path else "prompt")
+    return _refusal(400, str(error), param, "invalid_value")
 
 
 async def _answer_api_error(_: Request, error: Exception) -> Response:

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from speculators.errors import EngineError
 from speculators.runtime.engine_thread import RequestStream
-from speculators.runtime.outputs import CompletionOutput, Logprob, RequestOutput
+from speculators.runtime.outputs import NO_TOKEN_ALLOWED, CompletionOutput, Logprob, RequestOutput
 from speculators.runtime.server_protocol import GenerationRequest
 from speculators.runtime.stream import VisibleText
 
@@ -229,7 +229,7 @@ class Answer(ABC):
                 for output in outputs:
                     part = progress[output.request_id].advance(output.outputs[0])
                     if output.error is not None:
-                        yield _event(error_body(output.error, kind="server_error", code="hidden_states_lost"))
+                        yield _event(failure_body(output))
                     elif part is not None:
                         yield _event(self.chunk([part], **rest, **transferred(output)))
         except EngineError as error:
@@ -346,6 +346,13 @@ def draft_metrics(outputs: Sequence[RequestOutput]) -> dict[str, Any] | None:
 def error_body(message: str, *, kind: str, param: str | None = None, code: str | None = None) -> ErrorResponse:
     """An error in the OpenAI API's shape."""
     return ErrorResponse(error=ErrorDetail(message=message, type=kind, param=param, code=code))
+
+
+def failure_body(output: RequestOutput) -> ErrorResponse:
+    """Why a request has an error: its own constraints left it no token, or its hidden states are lost."""
+    if output.outputs[0].stop_reason == NO_TOKEN_ALLOWED:
+        return error_body(output.error or "", kind="invalid_request_error", code=NO_TOKEN_ALLOWED)
+    return error_body(output.error or "", kind="server_error", code="hidden_states_lost")
 
 
 def _token(entry: Logprob) -> TokenLogprob:

@@ -5,32 +5,24 @@ A field is honoured, or it is refused by name; one whose value asks for nothing 
 
 import difflib
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from speculators.runtime.sampling import SamplingParams
+from speculators.runtime.structured_outputs import StructuredOutputsParams
 
 # Fields that say who asks or what for, and change no answer.
 LABELS = frozenset({"user", "metadata", "safety_identifier"})
 # Fields that this server cannot honour: the values that ask for nothing.
 NEUTRAL: dict[str, tuple[object, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
-    "min_tokens": (0,),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
     "best_of": (1,),
     "use_beam_search": (False,),
     "echo": (False,),
     "prompt_logprobs": (),
     "truncate_prompt_tokens": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "logits_processors": ([],),
     "spaces_between_special_tokens": (True,),
     "return_tokens_as_token_ids": (False,),
@@ -41,6 +33,11 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "store": (False,),
     "prompt_cache_key": (),
     "prompt_cache_retention": (),
+}
+# Older names of what is asked for under another name now.
+_GUIDED = ("json", "regex", "choice", "grammar", "json_object", "whitespace_pattern")
+RENAMED = {f"guided_{name}": f"structured_outputs={{{name!r}: ...}}" for name in _GUIDED} | {
+    "guided_decoding_backend": "structured_outputs, and the backend is always llguidance"
 }
 NEUTRAL_COMPLETION: dict[str, tuple[object, ...]] = NEUTRAL | {"suffix": ("",), "add_special_tokens": (True,)}
 NEUTRAL_CHAT: dict[str, tuple[object, ...]] = NEUTRAL | {
@@ -70,6 +67,7 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    renamed: ClassVar[Mapping[str, str]] = {}
     labels: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
@@ -82,7 +80,7 @@ class Body(BaseModel):
             if name not in known:
                 raise PydanticCustomError(
                     "unknown_parameter", "unknown field {quoted}; {hint}",
-                    {"field": str(name), "quoted": repr(name), "hint": _nearest(str(name), known)},
+                    {"field": str(name), "quoted": repr(name), "hint": cls._hint(str(name), known)},
                 )  # fmt: skip
             if name in cls.neutral and value is not None and not _among(value, cls.neutral[name]):
                 allowed = ["null", *[repr(one) for one in cls.neutral[name]]]
@@ -93,10 +91,12 @@ class Body(BaseModel):
                 )  # fmt: skip
         return {name: value for name, value in given.items() if name in cls.model_fields and value is not None}
 
-
-def _nearest(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"known fields are {', '.join(known)}"
+    @classmethod
+    def _hint(cls, name: str, known: list[str]) -> str:
+        if name in cls.renamed:
+            return f"ask for {cls.renamed[name]}"
+        near = difflib.get_close_matches(name, known, n=1)
+        return f"did you mean {near[0]!r}?" if near else f"known fields are {', '.join(known)}"
 
 
 def _among(value: object, allowed: tuple[object, ...]) -> bool:
@@ -105,6 +105,30 @@ def _among(value: object, allowed: tuple[object, ...]) -> bool:
 
 def _as_stop_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
+
+
+def _as_bias(value: object) -> object:
+    """Biases by token id; JSON has texts for keys."""
+    if not isinstance(value, dict):
+        return value
+    wrong = next((key for key in value if not (isinstance(key, str) and key.isascii() and key.isdigit())), None)
+    if wrong is not None:
+        raise PydanticCustomError("invalid_value", "{key} is no token id", {"key": repr(wrong)})
+    return {int(key): bias for key, bias in value.items()}
+
+
+def _as_named_schema(value: object) -> object:
+    """A schema with its name, as the OpenAI API wraps it; an answer obeys it strictly in any case."""
+    if not isinstance(value, dict):
+        return value
+    known = ("name", "description", "schema", "strict")
+    unknown = next((key for key in value if key not in known), None)
+    if unknown is not None:
+        text = f"unknown field {unknown!r}; known fields are {', '.join(known)}"
+        raise PydanticCustomError("unknown_parameter", "{text}", {"text": text})
+    if not isinstance(value.get("schema"), dict):
+        raise PydanticCustomError("invalid_value", "expected a JSON schema under 'schema'")
+    return value
 
 
 def _as_prompts(value: object) -> object:
@@ -159,6 +183,8 @@ StopList = Annotated[
     list[Annotated[str, Field(min_length=1)]], BeforeValidator(_as_stop_list), WithJsonSchema(_STOP_SCHEMA)
 ]
 TokenId = Annotated[int, Field(ge=0)]
+LogitBias = Annotated[dict[int, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_as_bias)]
+JsonSchema = Annotated[dict[str, Any], BeforeValidator(_as_named_schema)]
 
 
 class StreamOptions(Body):
@@ -172,10 +198,33 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
+class ResponseFormat(Body):
+    """The form of an answer as the OpenAI API names it: any text, any JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @property
+    def structured_outputs(self) -> StructuredOutputsParams | None:
+        """The same wish as the engine knows it; None for any text."""
+        if self.type == "text":
+            return None
+        if self.json_schema is None:
+            return StructuredOutputsParams(json_object=True)
+        return StructuredOutputsParams(json=self.json_schema["schema"])
+
+    @model_validator(mode="after")
+    def _schema_belongs_to_its_type(self) -> Self:
+        if (self.type == "json_schema") is (self.json_schema is None):
+            raise _contradiction("json_schema", "json_schema and type='json_schema' belong together; give both or none")
+        return self
+
+
 class GenerationRequest(Body):
     """Fields that completions and chat share."""
 
     labels: ClassVar[frozenset[str]] = LABELS
+    renamed: ClassVar[Mapping[str, str]] = RENAMED
 
     model: str | None = None
     n: int = Field(default=1, ge=1, le=128)
@@ -192,6 +241,15 @@ class GenerationRequest(Body):
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    logit_bias: LogitBias = Field(default_factory=dict)
+    min_tokens: int = Field(default=0, ge=0)
+    bad_words: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    allowed_token_ids: list[TokenId] | None = Field(default=None, min_length=1)
+    structured_outputs: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
     kv_transfer_params: dict[str, Any] | None = None
 
     @property
@@ -207,11 +265,17 @@ class GenerationRequest(Body):
     def sampling_params(self) -> SamplingParams:
         """The same wishes as the engine knows them."""
         transfer = self.kv_transfer_params
+        form = None if self.response_format is None else self.response_format.structured_outputs
+        if self.structured_outputs is not None:
+            form = StructuredOutputsParams.of(self.structured_outputs)
         return SamplingParams(
             n=self.n, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, min_p=self.min_p,
             seed=self.seed, stop=self.stop, stop_token_ids=self.stop_token_ids, max_tokens=self.output_limit,
             include_stop_str_in_output=self.include_stop_str_in_output, ignore_eos=self.ignore_eos,
             logprobs=self.num_logprobs, skip_special_tokens=self.skip_special_tokens,
+            presence_penalty=self.presence_penalty, frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty, logit_bias=self.logit_bias, min_tokens=self.min_tokens,
+            bad_words=self.bad_words, allowed_token_ids=self.allowed_token_ids, structured_outputs=form,
             extra_args={"kv_transfer_params": transfer} if transfer else None,
         )  # fmt: skip
 
@@ -224,6 +288,13 @@ class GenerationRequest(Body):
     def _stream_options_need_a_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise _contradiction("stream_options", "stream_options needs stream=true")
+        return self
+
+    @model_validator(mode="after")
+    def _one_form_is_asked_for(self) -> Self:
+        form = self.response_format
+        if self.structured_outputs is not None and form is not None and form.type != "text":
+            raise _contradiction("structured_outputs", "structured_outputs and response_format exclude each other")
         return self
 
 

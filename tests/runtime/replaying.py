@@ -8,6 +8,7 @@ from speculators.models.draft_model import Proposal
 from speculators.runtime.engine import Engine, EngineLimits
 from speculators.runtime.llm import LLM
 from speculators.runtime.proposers.proposer import NewTokens
+from speculators.runtime.request import Request
 from speculators.runtime.sampling import SamplingParams
 from speculators.runtime.verifier import Verifier
 
@@ -22,6 +23,9 @@ class ReplayProposer:
 
     def observe(self, new: NewTokens) -> None:
         """Nothing to keep."""
+
+    def forget(self, request: Request) -> None:
+        """Nothing is kept."""
 
     def move(self, source: int, target: int, length: int) -> None:
         """Nothing to move."""

@@ -66,18 +66,39 @@ def test_probabilities_match_the_definition(temperature: float, top_k: int, top_
         ("seed", 1.5),
         ("stop", [""]),
         ("stop_token_ids", [-1]),
-        ("presence_penalty", 0.5),
-        ("repetition_penalty", 1.1),
-        ("min_tokens", 3),
-        ("logit_bias", {1: 2.0}),
-        ("bad_words", ["x"]),
-        ("prompt_logprobs", 1),
         ("n", True),
+        ("presence_penalty", 2.5),
+        ("presence_penalty", "0"),
+        ("frequency_penalty", -2.1),
+        ("frequency_penalty", None),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", float("inf")),
+        ("min_tokens", -1),
+        ("min_tokens", 1.0),
+        ("min_tokens", 17),
+        ("logit_bias", [1]),
+        ("logit_bias", {"1": 2.0}),
+        ("logit_bias", {-1: 2.0}),
+        ("logit_bias", {1: 101}),
+        ("logit_bias", {1: None}),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", [True]),
+        ("allowed_token_ids", 5),
+        ("bad_words", "x"),
+        ("bad_words", [" "]),
+        ("bad_words", [7]),
+        ("prompt_logprobs", -1),
+        ("prompt_logprobs", 21),
+        ("logits_processors", [len]),
+        ("truncate_prompt_tokens", 5),
+        ("detokenize", False),
+        ("guided_decoding", {"regex": "a"}),
     ],
 )
 def test_bad_values_are_refused_by_name(name: str, value: object) -> None:
-    with pytest.raises(RequestError, match=name):
+    with pytest.raises(RequestError, match=f"sampling parameter {name}=") as caught:
         SamplingParams(**{name: value})
+    assert caught.value.parameter == name
 
 
 def test_streams_are_independent_and_repeatable() -> None:

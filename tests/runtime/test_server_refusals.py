@@ -46,15 +46,53 @@ def address(tiny_verifier: Path) -> Iterator[str]:
         ("completions", {"prompt": [5] * 300, "max_tokens": None}, "prompt", "invalid_value", "300 tokens"),
         ("completions", {"echo": True}, "echo", "unsupported_value", "cannot be honoured"),
         ("completions", {"suffix": "end"}, "suffix", "unsupported_value", "cannot be honoured"),
-        ("completions", {"logit_bias": {"5": 1}}, "logit_bias", "unsupported_value", "cannot be honoured"),
-        ("completions", {"presence_penalty": 0.5}, "presence_penalty", "unsupported_value", "null or 0"),
+        ("completions", {"logit_bias": {"x": 1}}, "logit_bias", "invalid_value", "'x' is no token id"),
+        ("completions", {"logit_bias": {"5": 101}}, "logit_bias.5", "invalid_value", "less than or equal to 100"),
+        ("completions", {"logit_bias": {"384": 1}}, "logit_bias", "invalid_value", "384, which is outside 0..383"),
+        ("completions", {"presence_penalty": 2.5}, "presence_penalty", "invalid_value", "less than or equal to 2"),
+        ("completions", {"frequency_penalty": -3}, "frequency_penalty", "invalid_value", "greater than or equal to -2"),
+        ("completions", {"repetition_penalty": 0}, "repetition_penalty", "invalid_value", "greater than 0"),
+        ("completions", {"min_tokens": -1}, "min_tokens", "invalid_value", "greater than or equal to 0"),
+        ("completions", {"min_tokens": 21}, "min_tokens", "invalid_value", "at most max_tokens=20"),
+        ("completions", {"allowed_token_ids": []}, "allowed_token_ids", "invalid_value", "at least 1 item"),
+        ("completions", {"allowed_token_ids": [9999]}, "allowed_token_ids", "invalid_value", "outside 0..383"),
+        ("completions", {"bad_words": [""]}, "bad_words.0", "invalid_value", "at least 1 character"),
+        ("completions", {"bad_words": [" "]}, "bad_words", "invalid_value", "none blank"),
+        ("completions", {"prompt_logprobs": 1}, "prompt_logprobs", "unsupported_value", "cannot be honoured"),
+        ("completions", {"structured_outputs": {"regx": "a"}}, "structured_outputs", "invalid_value", "'regex'"),
+        ("completions", {"structured_outputs": {"regex": "(("}}, "structured_outputs", "invalid_value", "unclosed"),
+        ("completions", {"guided_regex": "a"}, "guided_regex", "unknown_parameter", "structured_outputs={'regex'"),
+        ("completions", {"guided_decoding_backend": "x"}, "guided_decoding_backend", "unknown_parameter", "llguidance"),
+        (
+            "completions", {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "structured_outputs", "invalid_value", "exclude each other",
+        ),
+        (
+            "completions", {"allowed_token_ids": [1], "min_tokens": 2}, None, "no_token_allowed",
+            "allowed_token_ids, min_tokens together leave no token",
+        ),
         ("completions", {"stream_options": {}}, "stream_options", "invalid_value", "stream=true"),
         (
             "completions", {"stream": True, "stream_options": {"include_usages": True}},
             "stream_options.include_usages", "unknown_parameter", "did you mean 'include_usage'",
         ),
         ("chat/completions", {"tools": [{"type": "function"}]}, "tools", "unsupported_value", "cannot be honoured"),
-        ("chat/completions", {"response_format": {"type": "json"}}, "response_format", "unsupported_value", "text"),
+        (
+            "chat/completions", {"response_format": {"type": "json"}}, "response_format.type", "invalid_value",
+            "'text', 'json_object' or 'json_schema'",
+        ),
+        (
+            "chat/completions", {"response_format": {"type": "json_schema"}}, "response_format.json_schema",
+            "invalid_value", "belong together",
+        ),
+        (
+            "chat/completions", {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+            "response_format.json_schema", "invalid_value", "under 'schema'",
+        ),
+        (
+            "chat/completions", {"response_format": {"type": "json_schema", "json_schema": {"schem": {}}}},
+            "response_format.json_schema", "unknown_parameter", "known fields are name",
+        ),
         ("chat/completions", {"top_logprobs": 2}, "top_logprobs", "invalid_value", "logprobs=true"),
         ("chat/completions", {"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "invalid_value", "differ"),
         ("chat/completions", {"messages": []}, "messages", "invalid_value", "at least 1 item"),
@@ -70,7 +108,7 @@ def address(tiny_verifier: Path) -> Iterator[str]:
     ],
 )  # fmt: skip
 def test_what_cannot_be_honoured_is_refused_by_name(
-    address: str, path: str, change: dict[str, object], param: str, code: str, words: str
+    address: str, path: str, change: dict[str, object], param: str | None, code: str, words: str
 ) -> None:
     body = {"prompt": PROMPT} if path == "completions" else {"messages": MESSAGES}
     response = httpx.post(f"{address}/v1/{path}", json={**body, **EXACT, **change})
@@ -83,6 +121,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(
 def test_values_that_ask_for_nothing_pass(address: str) -> None:
     neutral = {
         "presence_penalty": 0.0, "frequency_penalty": 0, "logit_bias": {}, "response_format": {"type": "text"},
+        "repetition_penalty": 1, "min_tokens": 0, "bad_words": [], "allowed_token_ids": None, "prompt_logprobs": None,
         "tools": [], "tool_choice": "none", "user": "someone", "temperature": None, "stop": None, "functions": None,
         "store": False,
     }  # fmt: skip

@@ -196,5 +196,6 @@ class _ServedBlocks:
         own = attention.key_value(states_BSH, *self.rotation)
         keys, values = self.cache.write(index, self.write, *(tensor.transpose(1, 2) for tensor in own))
         q_BQSE = attention.query(states_BSH, *self.rotation).transpose(1, 2)
-        scale, window, causal = attention.scale, attention.window, self.model.config.is_causal(index)
+        scale, window = attention.scale, attention.serving_window
+        causal = self.model.config.is_causal(index)
         return attend(self.write, q_BQSE, keys, values, scale, window, causal=causal).transpose(1, 2)

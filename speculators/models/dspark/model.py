@@ -31,6 +31,11 @@ class DSparkModel(DFlashModel):
             else None
         )
 
+    @property
+    def tells_confidence(self) -> bool:
+        """Whether there is a confidence head."""
+        return self.confidence_head is not None
+
     def reset_parameters(self, generator: torch.Generator) -> None:
         """The backbone as DFlash's; the heads' matrices from N(0, initializer_range²), but W2 and biases at 0."""
         super().reset_parameters(generator)
@@ -64,7 +69,7 @@ class DSparkModel(DFlashModel):
         if first:
             _, state = self.markov_head.step(states_BSH[:, 0], self.markov_head.embed(anchor_ids_B), None)
         states_BKH = states_BSH[:, first:]
-        logits_BKD = self.lm_head(states_BKH)
+        logits_BKD = self._candidates(self.lm_head(states_BKH))
         certainty: list[Tensor] = []
         for step in range(states_BKH.shape[1]):
             hidden_BH, embeds_BR = states_BKH[:, step], self.markov_head.embed(previous_B)
@@ -73,6 +78,13 @@ class DSparkModel(DFlashModel):
                 certainty.append(self.confidence_head(hidden_BH, embeds_BR))
             previous_B = drafts.draw(logits_BKD[:, step] + self.markov_head.bias(vector_BR))
         return self._calibrated(torch.stack(certainty, 1)) if certainty else None
+
+    def _candidates(self, logits_BKD: Tensor) -> Tensor:
+        """The logits of the head's likeliest tokens, which alone can be drafted; -inf for the others."""
+        if self.num_candidates is None:
+            return logits_BKD
+        top = logits_BKD.topk(self.num_candidates, -1)
+        return torch.full_like(logits_BKD, float("-inf")).scatter(-1, top.indices, top.values)
 
     def _calibrated(self, logits_BK: Tensor) -> Tensor:
         temperatures = self.config.confidence_temperatures

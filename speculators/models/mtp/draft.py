@@ -31,12 +31,26 @@ _SHAPE_KEYS = (
     "eos_token_id",
     "pad_token_id",
 )
+# By what a verifier's configuration says how many blocks its checkpoint has.
+_LAYER_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
 
 class MtpDraft(DraftChoices):
     """An MTP draft is a layer of its verifier's kind, so that only the number of drafted tokens is left to choose."""
 
     num_speculative_tokens: int = Field(default=3, gt=0, le=MAX_SPECULATIVE_TOKENS)
+
+    @classmethod
+    def native_layers(cls, verifier: VerifierShape) -> int | None:
+        """MTP blocks of the verifier's own; UsageError where its configuration gives no whole number."""
+        for key in _LAYER_COUNTS:
+            count = verifier.raw.get(key)
+            if count is None:
+                continue
+            if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+                raise UsageError(f"verifier {verifier.name_or_path!r}: {key} is {count!r}; expected a whole number")
+            return count
+        return None
 
     def resolve(self, verifier: VerifierShape) -> MtpConfig:
         """Complete the choice with the verifier's configuration.

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from speculators.models.draft_model import DraftContext, DraftModel, Proposal
 from speculators.runtime.proposers.proposer import NewTokens
+from speculators.runtime.proposers.top_probs import TopProbs
 from speculators.runtime.rejection import draw
 from speculators.runtime.request import Request
 from speculators.runtime.sampling import exponential
@@ -46,6 +47,7 @@ class DraftHeadProposer:
         self.num_tokens = num_tokens
         self.aux_layer_ids: Sequence[int] = tuple(draft.aux_layer_ids)
         self.verifier_ids_D: Tensor | None = draft.verifier_ids_D
+        self.keeps_top_probs = False
         self._probabilistic = probabilistic
         self._cache = draft.make_cache(num_slots)
 
@@ -61,6 +63,9 @@ class DraftHeadProposer:
         """Let the draft's cache follow a request to another row."""
         self._cache.move(source, target, length)
 
+    def forget(self, request: Request) -> None:
+        """Nothing to do: the next request in the row overwrites the cache."""
+
     @torch.no_grad()
     def _run(self, new: NewTokens, num_tokens: int) -> Proposal:
         context = DraftContext(
@@ -72,4 +77,8 @@ class DraftHeadProposer:
             rows=new.rows,
             normed_hidden_states_BTH=new.normed_BTH,
         )
-        return self.draft.propose(context, num_tokens, RowSampler(new.requests, probabilistic=self._probabilistic))
+        sampler = RowSampler(new.requests, probabilistic=self._probabilistic)
+        if not self.keeps_top_probs:
+            return self.draft.propose(context, num_tokens, sampler)
+        watching = TopProbs(sampler, new.requests)
+        return watching.told(self.draft.propose(context, num_tokens, watching))

@@ -45,3 +45,7 @@ class Proposer(Protocol):
     def move(self, source: int, target: int, length: int) -> None:
         """A request moved to another cache row."""
         ...
+
+    def forget(self, request: Request) -> None:
+        """A request has left its row, finished or aborted; called before the move that fills the row."""
+        ...

@@ -10,6 +10,7 @@ from speculators.formats.vocab import DraftVocab
 from speculators.models.draft_model import DraftContext, Proposal
 from speculators.models.dspark.calibration import calibrated
 from speculators.models.dspark.draft import DSparkDraft
+from speculators.models.proposing import Drafts
 from speculators.models.speculator import Speculator
 from tests.models.drafts import HIDDEN, VOCAB, pack, random_speculator, randomize, verifier_shape, verifier_weights
 from tests.models.dspark.contract import BLOCK, read, training_logits
@@ -174,3 +175,23 @@ def test_a_fresh_draft_adds_nothing_to_the_backbones_logits() -> None:
     torch.testing.assert_close(torch.cat(sampler.logits), expected, atol=1e-5, rtol=1e-5)
     assert expected.shape == (4, VOCAB)
     assert speculator.draft.fc.weight.shape[0] == HIDDEN
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("candidates", [1, 3, 16])
+def test_the_markov_head_chooses_among_the_heads_likeliest_tokens(candidates: int) -> None:
+    """Everything else is -inf, whatever bias the token before gives it."""
+    draft = random_speculator("dspark", **BLOCK, sample_from_anchor=True).draft
+    draft.num_candidates = candidates
+    states_BSH, anchors, sampler = torch.randn(2, 4, HIDDEN), [4, 11], Likeliest()
+    drafts = Drafts(draft, sampler, 4)
+    draft.choose(states_BSH, torch.tensor(anchors), drafts)
+    first, second = draft.markov_head.markov_w1.weight, draft.markov_head.markov_w2.weight
+    for row, previous in enumerate(anchors):
+        for step in range(4):
+            unary = draft.lm_head.weight @ states_BSH[row, step]
+            expected = torch.full_like(unary, -torch.inf)
+            for token in unary.argsort(descending=True)[:candidates].tolist():
+                expected[token] = unary[token] + second[token] @ first[previous]
+            torch.testing.assert_close(sampler.logits[step][row], expected, atol=1e-5, rtol=1e-4)
+            previous = int(drafts.token_ids[step][row])

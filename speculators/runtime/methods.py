@@ -1,0 +1,163 @@
+"""What drafts for a plan: one table from the method's name to how its proposer is built.
+
+A method is prepared before the verifier's weights are read, so that whatever is wrong is told at once; what comes of it
+builds the proposer beside the loaded verifier.
+"""
+
+from collections.abc import Callable, Mapping
+
+from speculators.errors import EngineError
+from speculators.formats.verifier_weights import VerifierWeights
+from speculators.models.serving_window import limit_draft_window
+from speculators.models.speculator import Speculator
+from speculators.runtime.config import (
+    CONFIDENCE_HEAD_METHODS,
+    METHOD_OF_FAMILY,
+    OWN_CHECKPOINT_METHODS,
+    WINDOW_METHODS,
+    SpeculativeConfig,
+)
+from speculators.runtime.config_rules import EXTRACT_METHOD, NGRAM_METHODS, WHERE
+from speculators.runtime.description import LanguageModel, ModelDescription
+from speculators.runtime.engine import EngineLimits
+from speculators.runtime.infer import Plan
+from speculators.runtime.proposers.custom import CustomProposer, custom_class
+from speculators.runtime.proposers.draft_head import DraftHeadProposer
+from speculators.runtime.proposers.draft_model import (
+    DraftModelProposer,
+    ParallelDraftModelProposer,
+    draft_vocabulary,
+)
+from speculators.runtime.proposers.ngram import NgramProposer, VectorisedNgramProposer
+from speculators.runtime.proposers.proposer import Proposer
+from speculators.runtime.proposers.suffix import SuffixProposer
+from speculators.runtime.verifier import Verifier
+
+Build = Callable[[Verifier, EngineLimits], Proposer]
+Preparation = Callable[[Plan, SpeculativeConfig, LanguageModel], Build]
+
+
+def prepare(plan: Plan, verifier: LanguageModel) -> Build | None:
+    """Read and check what drafts as a plan says, beside a verifier that need not be loaded; None for no drafts.
+
+    EngineError, FormatError or VerifierError says what cannot be served.
+    """
+    if plan.config is None or plan.config.method == EXTRACT_METHOD:
+        return None
+    assert plan.config.method is not None
+    return BUILDERS[plan.config.method](plan, plan.config, verifier)
+
+
+def _draft_head(plan: Plan, config: SpeculativeConfig, verifier: LanguageModel) -> Build:
+    speculator = plan.speculator or _native(plan, config)
+    budget = plan.additional.dynamic_spec_config.method
+    if budget in CONFIDENCE_HEAD_METHODS and not speculator.draft.tells_confidence:
+        raise EngineError(
+            f"additional_config.dynamic_spec_config: method={budget!r} reads a confidence head, and {config.model} has "
+            "none; leave it out, or give a speculator with one"
+        )
+    window = plan.additional.draft_window_size if config.method in WINDOW_METHODS else None
+
+    def build(loaded: Verifier, limits: EngineLimits) -> Proposer:
+        placed = speculator.to(loaded.device, loaded.dtype)
+        if placed.draft.missing_tensors():
+            placed.attach_verifier(VerifierWeights.from_model(loaded.model))
+        placed.draft.num_candidates = config.num_candidates
+        if window is not None:
+            limit_draft_window(placed.draft, window)
+        return DraftHeadProposer(
+            placed.draft, plan.num_speculative_tokens, limits.max_num_seqs, probabilistic=config.probabilistic
+        )
+
+    return build
+
+
+def _native(plan: Plan, config: SpeculativeConfig) -> Speculator:
+    """The draft that the verifier's own checkpoint has."""
+    if config.model != plan.verifier or config.method not in OWN_CHECKPOINT_METHODS:
+        raise EngineError(
+            f"{WHERE}: model={config.model!r} is no speculator directory: its config.json has no speculators_config, "
+            f"and method {config.method!r} drafts from nothing else; `speculators convert` makes one of drafts that "
+            "others have published"
+        )
+    return Speculator.from_verifier(config.model, config.method, revision=plan.verifier_revision)
+
+
+def _draft_model(plan: Plan, config: SpeculativeConfig, verifier: LanguageModel) -> Build:
+    assert config.model is not None
+    parallel, source = bool(config.parallel_drafting), config.model
+    vocabulary = draft_vocabulary(
+        verifier,
+        ModelDescription(source, config.revision),
+        parallel=parallel,
+        heterogeneous=config.use_heterogeneous_vocab,
+        max_length=config.max_model_len,
+    )
+
+    def build(loaded: Verifier, limits: EngineLimits) -> Proposer:
+        draft = Verifier.from_pretrained(source, dtype=loaded.dtype, device=loaded.device, revision=config.revision)
+        kind = ParallelDraftModelProposer if parallel else DraftModelProposer
+        return kind(
+            draft,
+            plan.num_speculative_tokens,
+            limits.max_num_seqs,
+            vocabulary=vocabulary,
+            probabilistic=config.probabilistic,
+            max_length=config.max_model_len,
+        )
+
+    return build
+
+
+def _ngram(plan: Plan, config: SpeculativeConfig, verifier: LanguageModel) -> Build:
+    kind = NgramProposer if config.method == NGRAM_METHODS[0] else VectorisedNgramProposer
+    shortest, longest = config.lookup_range
+
+    def build(loaded: Verifier, limits: EngineLimits) -> Proposer:
+        return kind(
+            plan.num_speculative_tokens,
+            prompt_lookup_min=shortest,
+            prompt_lookup_max=longest,
+            max_model_len=limits.max_model_len,
+        )
+
+    return build
+
+
+def _suffix(plan: Plan, config: SpeculativeConfig, verifier: LanguageModel) -> Build:
+    def build(loaded: Verifier, limits: EngineLimits) -> Proposer:
+        return SuffixProposer(
+            config.suffix_decoding_max_tree_depth,
+            config.suffix_decoding_max_cached_requests,
+            config.suffix_decoding_max_spec_factor,
+            config.suffix_decoding_min_token_prob,
+            num_tokens=plan.num_speculative_tokens,
+        )
+
+    return build
+
+
+def _custom(plan: Plan, config: SpeculativeConfig, verifier: LanguageModel) -> Build:
+    assert config.model is not None
+    path = config.model
+    custom_class(path)
+
+    def build(loaded: Verifier, limits: EngineLimits) -> Proposer:
+        return CustomProposer(
+            path,
+            num_tokens=plan.num_speculative_tokens,
+            verifier=loaded,
+            max_model_len=limits.max_model_len,
+            max_num_seqs=limits.max_num_seqs,
+        )
+
+    return build
+
+
+BUILDERS: Mapping[str, Preparation] = {
+    **dict.fromkeys(METHOD_OF_FAMILY.values(), _draft_head),
+    **dict.fromkeys(NGRAM_METHODS, _ngram),
+    "draft_model": _draft_model,
+    "suffix": _suffix,
+    "custom_class": _custom,
+}

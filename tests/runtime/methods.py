@@ -1,0 +1,325 @@
+"""Every method against plain decoding: greedy answers token for token, and the law of sampled ones.
+
+    python -m tests.runtime.methods [--methods NAME ..] [--depths K ..] [--requests 3000] [--out out/methods.json]
+                                    [--readme README.md]
+
+For each method, each kind of tiny random verifier (float32), each depth that the method admits and batches of 1, 3 and
+16, requests of mixed lengths, repetitive ones among them, that end by length, by a token or by a text, are answered
+with drafts and without. Depths that a method does not admit must be refused by name. The joint law of the first four
+tokens is compared with the exact law of a verifier of three tokens, by chi-square. Writes a line a method, and what
+each key of the schema does to `schema_coverage.json` beside it; exit code 1 where an answer differs or a p is below
+1e-4. Lines of methods that are not run are kept. `--readme` puts the table of `--out` into a file, between its two
+markers, and does nothing else.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from scipy.stats import chi2 as chi2_law
+
+from speculators.errors import EngineError
+from speculators.formats.config import MAX_SPECULATIVE_TOKENS
+from speculators.runtime.llm import LLM
+from speculators.runtime.sampling import SamplingParams
+from speculators.runtime.schema_coverage import schema_coverage
+from speculators.runtime.verifier import Verifier
+from tests.runtime.laws import LEAST, LENGTH, TEMPERATURE, codes, compared, stock_law
+from tests.runtime.laws import PROMPTS as LAW_PROMPTS
+from tests.runtime.served import KINDS, NATIVE, SMALL, Directories
+
+DEPTHS = (1, 2, 3, 5, 7, 16)
+BATCHES = (1, 3, 16)
+MARKERS = ("<!-- methods: begin -->", "<!-- methods: end -->")
+REPEATING = "tests.runtime.custom_drafters.Repeating"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A method as a user asks for it: `config` makes the keys beside the depth, given the kind of verifier.
+
+    `most` is the deepest draft, `only` the one depth that there is. `drawn` says whether drafts can be drawn.
+    `vllm_032` is what vLLM 0.32 does with it (facts, from its code and from running it on a CPU).
+    """
+
+    name: str
+    config: Callable[[Directories, str], dict[str, Any]]
+    vllm_032: str
+    most: int = MAX_SPECULATIVE_TOKENS
+    only: int | None = None
+    drawn: bool = True
+    verifiers: tuple[str, ...] = KINDS
+    small: bool = True
+
+    def depths(self, asked: Sequence[int] = DEPTHS) -> list[int]:
+        """Those of the depths asked for that it admits."""
+        if self.only is not None:
+            return [self.only]
+        return [depth for depth in asked if depth <= self.most]
+
+    def refused(self) -> list[int]:
+        """Depths that are errors: the next ones on both sides, and those of `DEPTHS` that it does not admit."""
+        if self.only is not None:
+            return [depth for depth in (0, *DEPTHS) if depth != self.only]
+        return sorted({0, self.most + 1, *(depth for depth in DEPTHS if depth > self.most)})
+
+
+def _without_model(method: str, **keys: Any) -> Callable[[Directories, str], dict[str, Any]]:
+    return lambda made, kind: {"method": method, **keys}
+
+
+def _family(family: str) -> Callable[[Directories, str], dict[str, Any]]:
+    return lambda made, kind: {"model": made.speculator(family, kind)}
+
+
+def _model(style: str, **keys: Any) -> Callable[[Directories, str], dict[str, Any]]:
+    return lambda made, kind: {"method": "draft_model", "model": made.draft_model(style, kind), **keys}
+
+
+LAYERS = {"draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}}}
+CASES = (
+    Case("ngram", _without_model("ngram", prompt_lookup_min=1, prompt_lookup_max=3), "CPU, GPU", drawn=False),
+    Case("ngram_gpu", _without_model("ngram_gpu", prompt_lookup_min=1, prompt_lookup_max=3), "GPU", drawn=False),
+    Case("suffix", _without_model("suffix"), "with arctic-inference", drawn=False),
+    Case("draft_model", _model("near"), "CPU, GPU"),
+    Case("draft_model (PARD)", _model("parallel", parallel_drafting=True), "CPU, GPU"),
+    Case(
+        "draft_model (another vocabulary)",
+        _model("another vocabulary", use_heterogeneous_vocab=True),
+        "CPU, GPU",
+        drawn=False,
+        small=False,
+    ),
+    Case("eagle", _family("eagle"), "CPU, GPU"),
+    Case("eagle3", _family("eagle3"), "CPU, GPU"),
+    Case("eagle3 (peagle)", _family("peagle"), "CPU, GPU"),
+    Case("dflash", _family("dflash"), "CPU, GPU", most=7),
+    Case("dflash (dflash2)", _family("dflash2"), "GPU", most=7),
+    Case("dspark", _family("dspark"), "GPU", most=7),
+    Case(
+        "mtp", _family("mtp"), "one layer on a CPU; GPU", verifiers=("dense", "mixture of experts", "tied embeddings")
+    ),
+    Case("mtp (the verifier's own)", _without_model("mtp"), "CPU, GPU", verifiers=(NATIVE,), small=False),
+    Case("medusa", _family("medusa"), "GPU", most=7),
+    Case("mlp_speculator", _family("mlp_speculator"), "no", most=7),
+    Case("custom_class", _without_model("custom_class", model=REPEATING), "GPU", drawn=False),
+    Case(
+        "extract_hidden_states",
+        _without_model("extract_hidden_states", **LAYERS),
+        "with a connector of one's own on a CPU; GPU",
+        only=1,
+        drawn=False,
+        small=False,
+    ),
+)
+BY_NAME: Mapping[str, Case] = {case.name: case for case in CASES}
+
+
+def served(made: Directories, case: Case, kind: str, depth: int, **keys: Any) -> LLM:
+    """An LLM that drafts by a method, at a depth."""
+    config = {**case.config(made, kind), "num_speculative_tokens": depth, **keys.pop("speculative_config", {})}
+    if config.get("method") == "extract_hidden_states":
+        connector = {"shared_storage_path": str(made.root / "states")}
+        keys["kv_transfer_config"] = {
+            "kv_connector": "ExampleHiddenStatesConnector",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": connector,
+        }
+    return LLM(made.verifier(kind), dtype="float32", speculative_config=config, max_model_len=96, **keys)
+
+
+@dataclass
+class Asked:
+    """Requests of a verifier, and what it answers to them by itself."""
+
+    made: Directories
+    kind: str
+    answers: dict[int, list[tuple[list[int], str]]] = field(default_factory=dict)
+
+    @cached_property
+    def prompts(self) -> list[list[int]]:
+        """Mixed lengths, some of them repetitive; more than the largest batch."""
+        most = 37
+        mixed = [[(3 + 7 * i + j * (i + 2)) % most + 2 for j in range(1 + (5 * i) % 17)] for i in range(12)]
+        repetitive = [[5, 9] * 4, [11, 12, 13] * 3 + [11], [4], [30] * 9, [7, 8], [20, 21, 22] * 8, [6, 6, 7] * 5]
+        return [*repetitive[:3], *mixed, *repetitive[3:]]
+
+    @cached_property
+    def params(self) -> list[SamplingParams]:
+        """Ends by length, by a token and by a text, anywhere in a window of drafts."""
+        free = [SamplingParams(temperature=0, max_tokens=3 + (7 * i) % 17, ignore_eos=True) for i in range(19)]
+        plain = LLM(self.made.verifier(self.kind), dtype="float32", max_model_len=96)
+        ends = []
+        for place, output in enumerate(plain.generate(self.prompts, free, use_tqdm=False)):
+            first, text = output.outputs[0].token_ids, output.outputs[0].text
+            more: dict[str, Any] = {}
+            if place % 4 == 1:
+                more["stop_token_ids"] = [first[len(first) // 2]]
+            if place % 4 == 2 and len(text) > 3:
+                more["stop"] = [text[len(text) // 2 :][:2]]
+            ends.append(
+                SamplingParams(temperature=0, max_tokens=free[place].max_tokens, ignore_eos=place % 2 == 0, **more)
+            )
+        return ends
+
+    def told(self, llm: LLM, count: int) -> list[tuple[list[int], str]]:
+        """Tokens and text of the first `count` answers."""
+        outputs = llm.generate(self.prompts[:count], self.params[:count], use_tqdm=False)
+        return [(output.outputs[0].token_ids, output.outputs[0].text) for output in outputs]
+
+    def plain(self, count: int) -> list[tuple[list[int], str]]:
+        """What the verifier answers without drafts, three requests at a time."""
+        if count not in self.answers:
+            llm = LLM(self.made.verifier(self.kind), dtype="float32", max_model_len=96, max_num_seqs=3)
+            self.answers[count] = self.told(llm, count)
+        return self.answers[count]
+
+
+def count_of(batch: int) -> int:
+    """How many requests are asked at a batch size: more than run at once."""
+    return {1: 5, 3: 9}.get(batch, 19)
+
+
+def greedy_lossless(asked: Asked, case: Case, depth: int, batch: int) -> bool:
+    """Whether answers with drafts are those without, token for token and in text."""
+    llm = served(asked.made, case, asked.kind, depth, max_num_seqs=batch)
+    try:
+        return asked.told(llm, count_of(batch)) == asked.plain(count_of(batch))
+    finally:
+        llm.close()
+
+
+def refused_depths(made: Directories, case: Case) -> list[int]:
+    """The depths that are not admitted and whose error names the key."""
+    named = []
+    for depth in case.refused():
+        try:
+            served(made, case, case.verifiers[0], depth)
+        except EngineError as error:
+            if "num_speculative_tokens" in str(error):
+                named.append(depth)
+    return named
+
+
+def sampled_p(
+    made: Directories, case: Case, requests: int, depth: int = 3, *, config: Mapping[str, Any] | None = None
+) -> float | None:
+    """How likely counts as far from the exact law are, of the first four tokens; None where no small draft is there.
+
+    `config` has more keys of `speculative_config`.
+    """
+    if not case.small:
+        return None
+    drawn = {"draft_sample_method": "probabilistic"} if case.drawn else {}
+    drawn |= config or {}
+    llm = served(made, case, SMALL, depth, max_num_seqs=64, speculative_config=drawn)
+    params = [
+        SamplingParams(temperature=TEMPERATURE, max_tokens=LENGTH + i % 5, seed=i, ignore_eos=True)
+        for i in range(requests)
+    ]
+    outputs = llm.generate([LAW_PROMPTS[i % 3] for i in range(requests)], params, use_tqdm=False)
+    verifier = Verifier.from_pretrained(made.verifier(SMALL), dtype="float32")
+    statistic, dof = 0.0, 0
+    for place, prompt in enumerate(LAW_PROMPTS):
+        tokens = torch.tensor([output.outputs[0].token_ids[:LENGTH] for output in outputs[place::3]])
+        found, cells, _ = compared(codes(tokens, 3), stock_law(verifier, prompt))
+        statistic, dof = statistic + found, dof + cells
+    return float(chi2_law.sf(statistic, dof))
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was found of a method."""
+
+    method: str
+    greedy_lossless: bool
+    sampled_p: float | None
+    batched: bool
+    cpu: bool
+    vllm_032: str
+    K: list[int]
+    verifiers: list[str]
+
+    @property
+    def sound(self) -> bool:
+        """Whether all that was looked at is as it should be."""
+        return self.greedy_lossless and self.batched and (self.sampled_p is None or self.sampled_p >= LEAST)
+
+
+def examined(made: Directories, case: Case, depths: Sequence[int], requests: int, known: dict[str, Asked]) -> Row:
+    """Run the whole matrix of a method."""
+    lossless, batched = True, True
+    for kind in case.verifiers:
+        asked = known.setdefault(kind, Asked(made, kind))
+        for depth in case.depths(depths):
+            for batch in BATCHES:
+                same = greedy_lossless(asked, case, depth, batch)
+                lossless, batched = lossless and same, batched and (same or batch == 1)
+                if not same:
+                    print(f"{case.name}: K={depth}, batch {batch}, {kind}: other answers", file=sys.stderr, flush=True)
+    admitted, named = case.depths(depths), refused_depths(made, case)
+    if named != case.refused():
+        raise AssertionError(f"{case.name}: depths {case.refused()} must be refused by name, and {named} were")
+    p = sampled_p(made, case, requests)
+    return Row(case.name, lossless, p, batched, True, case.vllm_032, admitted, list(case.verifiers))
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The rows as Markdown."""
+    lines = [
+        "| method | greedy: same tokens | sampled: same law (p) | batched | CPU | vLLM 0.32 |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        p = row["sampled_p"]
+        law = "greedy only" if p is None and "vocabulary" in row["method"] else "-" if p is None else f"yes ({p:.2f})"
+        if p is not None and p < LEAST:
+            law = f"no ({p:.1e})"
+        cells = ["yes" if row[name] else "no" for name in ("greedy_lossless", "batched", "cpu")]
+        lines.append(f"| {row['method']} | {cells[0]} | {law} | {cells[1]} | {cells[2]} | {row['vllm_032']} |")
+    return "\n".join(lines)
+
+
+def put_into(readme: Path, text: str) -> None:
+    """Replace what stands between the markers."""
+    before, _, rest = readme.read_text(encoding="utf-8").partition(MARKERS[0])
+    _, _, after = rest.partition(MARKERS[1])
+    readme.write_text(f"{before}{MARKERS[0]}\n{text}\n{MARKERS[1]}{after}", encoding="utf-8")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", nargs="+", default=list(BY_NAME), choices=list(BY_NAME))
+    parser.add_argument("--depths", nargs="+", type=int, default=list(DEPTHS))
+    parser.add_argument("--requests", type=int, default=3000)
+    parser.add_argument("--out", type=Path, default=Path("out/methods.json"))
+    parser.add_argument("--readme", type=Path)
+    args = parser.parse_args()
+    if args.readme is not None:
+        put_into(args.readme, table(json.loads(args.out.read_text(encoding="utf-8"))))
+        return 0
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    coverage = json.dumps(schema_coverage(), indent=2) + "\n"
+    args.out.with_name("schema_coverage.json").write_text(coverage, encoding="utf-8")
+    lines = {row["method"]: row for row in json.loads(args.out.read_text())} if args.out.exists() else {}
+    sound, known = True, {}
+    with tempfile.TemporaryDirectory() as root:
+        made = Directories(Path(root))
+        for name in args.methods:
+            row = examined(made, BY_NAME[name], args.depths, args.requests, known)
+            print(row, flush=True)
+            lines[name], sound = asdict(row), sound and row.sound
+            kept = [lines[other] for other in BY_NAME if other in lines]
+            args.out.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+    return 0 if sound else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
