@@ -25,6 +25,7 @@ from speculators.cli.report import JsonOption, say, write_report
 
 if TYPE_CHECKING:
     from speculators.runtime.llm import LLM
+    from speculators.runtime.stream import TextStream
 
 PANEL = "Run a speculator"
 CheckpointArgument = Annotated[
@@ -141,11 +142,16 @@ def generate(
     for piece in stream:
         typer.secho(piece.text, fg=typer.colors.GREEN if piece.accepted else None, nl=False)
         sys.stdout.flush()
+    _conclude(stream)
+    llm.close()
+
+
+def _conclude(stream: "TextStream") -> None:
+    """End the line of the answer, and say what it took and what it left."""
     typer.echo()
     typer.secho(stream.statistics(), err=True, dim=True)
     if stream.output is not None and stream.output.kv_transfer_params is not None:
         typer.secho(f"hidden states are in {stream.output.kv_transfer_params['hidden_states_path']}", err=True)
-    llm.close()
 
 
 def serve(

@@ -83,6 +83,7 @@ class LLM:
         told = ModelDescription(
             plan.verifier, plan.verifier_revision, trust_remote_code, _tokenizer(tokenizer, plan, str(model))
         )
+        build = prepare(plan, told)
         longest = _model_length(max_model_len, told)
         _check_drafted_length(plan, longest)
         limits = EngineLimits(
@@ -91,7 +92,6 @@ class LLM:
             _positive("max_num_batched_tokens", max_num_batched_tokens),
         )
         _check_metrics_level(per_request_spec_decode_metrics, plan)
-        build = prepare(plan, told)
         verifier = Verifier.from_pretrained(
             plan.verifier,
             dtype=dtype,

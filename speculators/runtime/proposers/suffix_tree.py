@@ -45,7 +45,8 @@ class Node:
     def __init__(self, count: int, tokens: list[int], start: int, stop: int, parent: Optional["Node"]) -> None:
         self.count, self.tokens, self.start, self.stop, self.parent = count, tokens, start, stop, parent
         self.owner: TrackedSequence | None = None
-        self.children: dict[int, Node] = {}
+        # Most nodes are leaves, and share this.
+        self.children = _NO_CHILDREN
         self.first: Node | None = None
         self.last: Node | None = None
         self.previous: Node | None = None
@@ -59,6 +60,8 @@ class Node:
 
     def add(self, token: int, child: "Node") -> None:
         """Take in a child of the lowest count; it comes after all others."""
+        if self.last is None:
+            self.children = {}
         self.children[token] = child
         child.parent = self
         last = self.last
@@ -121,8 +124,10 @@ class Node:
         heads, count = self.heads, child.count
         if heads is not None:
             self._leave(child, heads)
-            lower = [other for other in heads if other < count]
-            after = heads[max(lower)] if lower else None
+            after = heads.get(count - 1)
+            if after is None:
+                lower = [other for other in heads if other < count]
+                after = heads[max(lower)] if lower else None
             heads[count - 1] = child
             if after is not child.next:
                 self._unlink(child)
@@ -161,6 +166,9 @@ class Node:
             self.last = child
         else:
             after.previous = child
+
+
+_NO_CHILDREN: dict[int, Node] = {}
 
 
 @dataclass(eq=False)
