@@ -250,7 +250,7 @@ def test_a_revision_is_asked_for(made: Directories) -> None:
 
 
 # Where each key that has an effect is shown to have it: a test of this folder, of answers or counts of an LLM.
-MATRIX, HERE = "test_methods.py::test_greedy_answers_are_those_without_drafts", "test_llm_options.py::", "lossy"
+MATRIX, HERE = "test_methods.py::test_greedy_answers_are_those_without_drafts", "test_llm_options.py::"
 LOOKUPS = HERE + "test_lookups_read_their_keys"
 SYNTHETIC = HERE + "test_synthetic_rates_decide_what_is_accepted"
 LOSSY = HERE + "test_lossy_rules_accept_more_and_say_so"
