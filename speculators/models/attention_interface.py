@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from speculators.models.branches import (
 )
 from speculators.models.cache import SlotCache, SlotWrite, attend, slot_attention
 from speculators.models.masks import PackedMask
+from speculators.models.running_state import StatePlan
 
 ATTENTION_NAME = "speculators_slots"
 _WRITE: contextvars.ContextVar[SlotWrite | None] = contextvars.ContextVar("slot_write", default=None)
@@ -50,6 +51,11 @@ def branching(branches: Branches) -> AbstractContextManager[None]:
     return _during(_BRANCHES, branches)
 
 
+def current_branches() -> Branches | None:
+    """The sequences that `branching` was last entered with, here."""
+    return _BRANCHES.get()
+
+
 def writing(write: SlotWrite) -> AbstractContextManager[None]:
     """Let every attention layer that runs inside look at the keys of one slot write."""
     return _during(_WRITE, write)
@@ -62,6 +68,13 @@ class SlotKeyValues:
 
     def __init__(self, cache: SlotCache, write: SlotWrite) -> None:
         self._cache, self._write = cache, write
+        self.running = cache.running
+
+    @cached_property
+    def state_plan(self) -> StatePlan:
+        """How this pass moves the states of layers that have one."""
+        write = self._write
+        return self.running.plan(write.rows, write.starts, write.width, write.lengths, write.settled)
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Store what a layer computed and return all that its rows may attend to."""

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from speculators.models.running_state import RunningStates
+
 _FIRST_CAPACITY = 256
 _GROUP_ROWS = 8
 
@@ -18,7 +20,9 @@ _GROUP_ROWS = 8
 class SlotWrite:
     """Where one forward pass writes: rows `rows` of the cache, `width` positions a row from `starts` on.
 
-    `positions_BT` is int64, `end` the exclusive upper bound of all positions written.
+    `positions_BT` is int64, `end` the exclusive upper bound of all positions written. For layers with a running state:
+    row b has `lengths[b]` tokens of `width`, the rest is padding (None: all are tokens), and its first `settled[b]`
+    tokens are never taken back (None: those before the write).
     """
 
     rows: slice
@@ -26,15 +30,26 @@ class SlotWrite:
     width: int
     end: int
     positions_BT: Tensor
+    lengths: list[int] | None = None
+    settled: list[int] | None = None
     _masks: dict[tuple[int | None, bool], Tensor | None] = field(default_factory=dict)
     _groups: list[tuple[slice, int]] | None = None
 
     @classmethod
-    def at(cls, rows: slice, starts: Sequence[int], width: int, device: torch.device) -> "SlotWrite":
+    def at(
+        cls,
+        rows: slice,
+        starts: Sequence[int],
+        width: int,
+        device: torch.device,
+        *,
+        lengths: list[int] | None = None,
+        settled: list[int] | None = None,
+    ) -> "SlotWrite":
         """Plan a write of `width` tokens a row, row b at positions starts[b] .. starts[b] + width - 1."""
         first_B = torch.tensor(list(starts), dtype=torch.int64, device=device)
         positions_BT = first_B[:, None] + torch.arange(width, device=device)
-        return cls(rows, list(starts), width, max(starts) + width, positions_BT)
+        return cls(rows, list(starts), width, max(starts) + width, positions_BT, lengths, settled)
 
     def mask(self, window: int | None = None, *, causal: bool = True) -> Tensor | None:
         """Bool [B, 1, T, end], true where a query may look: at or before it, within `window`; None for everywhere.
@@ -73,7 +88,8 @@ class SlotCache:
     """Keys and values of every layer for a fixed number of slots.
 
     Storage is `[slots, kv heads, capacity, head size]` a layer, zero-initialised and grown by doubling up to what the
-    longest request needs; head counts and sizes are taken from the first write of each layer.
+    longest request needs; head counts and sizes are taken from the first write of each layer. `running` has the states
+    of layers that have one instead.
     """
 
     def __init__(self, num_layers: int, num_slots: int, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -82,6 +98,7 @@ class SlotCache:
         self.device = device
         self.keys: list[Tensor | None] = [None] * num_layers
         self.values: list[Tensor | None] = [None] * num_layers
+        self.running = RunningStates(num_slots, device)
 
     def write(self, layer: int, write: SlotWrite, k_BNTD: Tensor, v_BNTD: Tensor) -> tuple[Tensor, Tensor]:
         """Store a layer's new keys and values and return views of all that the rows may attend to, [B, N, end, D]."""
@@ -103,6 +120,7 @@ class SlotCache:
         for stored in (*self.keys, *self.values):
             if stored is not None:
                 stored[target, :, :length] = stored[source, :, :length]
+        self.running.move(source, target)
 
     def _with_room(self, stored: Tensor | None, like_BNTD: Tensor, end: int) -> Tensor:
         capacity = 0 if stored is None else stored.shape[2]

@@ -1,7 +1,8 @@
 """Continuous batching with speculation: propose, verify, commit, trim.
 
 Running requests own cache rows 0..B-1. One step admits waiting requests, verifies every running request's drafts in one
-forward pass, commits what was accepted, and drafts again. A rejection only moves a length.
+forward pass, commits what was accepted, and drafts again. A rejection only moves a length, by which layers with a
+running state know what to read on from.
 """
 
 import time
@@ -145,7 +146,14 @@ class Engine:
         moved = list(self.running)
         width = 1 + max(len(r.drafts) for r in moved)
         ids_BT = _padded([[r.tokens[-1], *r.drafts] for r in moved], width, self.verifier.device)
-        write = SlotWrite.at(slice(0, len(moved)), [r.num_computed for r in moved], width, self.verifier.device)
+        write = SlotWrite.at(
+            slice(0, len(moved)),
+            [r.num_computed for r in moved],
+            width,
+            self.verifier.device,
+            lengths=[1 + len(r.drafts) for r in moved],
+            settled=[len(r.tokens) for r in moved],
+        )
         out = self.verifier.forward(ids_BT, self._cache, write)
         assert out.logits_BTV is not None
         emitted = self._verify(process(out.logits_BTV, moved), ids_BT[:, 1:], moved)
@@ -230,7 +238,8 @@ class Engine:
         starts = [r.num_computed for r in requests]
         chunks = [r.tokens[s : s + n] for r, s, n in zip(requests, starts, lengths, strict=True)]
         nexts = [r.tokens[s + 1 : s + 1 + n] for r, s, n in zip(requests, starts, lengths, strict=True)]
-        write = SlotWrite.at(rows, starts, width, device)
+        ends = [start + length for start, length in zip(starts, lengths, strict=True)]
+        write = SlotWrite.at(rows, starts, width, device, lengths=lengths, settled=ends)
         told = any(r.prompt_logprobs is not None for r in requests)
         out = self.verifier.forward(_padded(chunks, width, device), self._cache, write, need_logits=told)
         if self.recorder is not None and out.aux_BTX is not None:

@@ -110,6 +110,7 @@ def measure_costs(verifier: Verifier, proposer: Proposer, *, max_num_seqs: int, 
     draft: dict[int, CostTable] = {}
     for count in _doubling(max_num_seqs):
         rows, starts = slice(0, count), [context] * count
+        cache.running.assume(rows, starts)
         points = {}
         for width in sorted({*_doubling(most + 1), most + 1}):
             write = SlotWrite.at(rows, starts, width, verifier.device)

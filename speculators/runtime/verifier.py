@@ -27,12 +27,13 @@ from speculators.errors import VerifierError
 from speculators.models.attention_interface import ATTENTION_NAME, SlotKeyValues, branching, writing
 from speculators.models.branches import Branches
 from speculators.models.cache import SlotCache, SlotWrite
+from speculators.models.gated_delta import GATED_DELTA_MODELS, kept_states, use_slot_states
 from speculators.models.hardware import multiplies_bfloat16, padded_rows
 from speculators.models.layers import STATIC_ROPE_TYPES, use_skinny_linears
 from speculators.models.packed import pack_linears
 
 # Kinds of layers that carry a state from token to token beside, or instead of, keys and values.
-_RECURRENT_LAYERS = frozenset({"linear_attention", "mamba", "conv", "recurrent"})
+_RECURRENT_LAYERS = frozenset({"linear_attention", "mamba", "conv", "recurrent", "hybrid", "hybrid_sliding"})
 _NORMED = -1  # where the states after the final norm are kept among the captured ones
 DTYPES = {
     "float32": torch.float32,
@@ -87,13 +88,9 @@ class Verifier:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.config: PretrainedConfig = model.config.get_text_config()
+        _require_known_states(model, self.config, name_or_path)
         self._layers, self._norm, self._decoder = _find_decoder(model)
-        recurrent = sorted(set(getattr(self.config, "layer_types", None) or ()) & _RECURRENT_LAYERS)
-        if recurrent:
-            raise VerifierError(
-                f"verifier {name_or_path!r} has {', '.join(recurrent)} layers, whose running state this engine cannot "
-                "take back when a draft is rejected; serve it with vLLM, or choose one with attention everywhere"
-            )
+        use_slot_states(self._layers)
         self._captured = _Captured()
         modules = [*self._layers, self._norm]
         for layer_id, module in enumerate(modules):
@@ -228,7 +225,7 @@ class Verifier:
         """Run tokens at the positions of `write`, whose keys and values go into `cache`.
 
         `token_ids_BT` is int64, right-padded; what padding computes is never seen by a valid query, because it lies at
-        later positions, and is overwritten by the next write there.
+        later positions, and is overwritten by the next write there. Nor does a layer's running state read it.
         """
         options = {
             "input_ids": token_ids_BT,
@@ -286,6 +283,20 @@ def _find_decoder(model: PreTrainedModel) -> tuple[nn.ModuleList, nn.Module, nn.
     raise VerifierError(
         f"{type(model).__name__} has no decoder with `layers` and a final `norm`, so its states cannot be captured"
     )
+
+
+def _require_known_states(model: PreTrainedModel, config: PretrainedConfig, name: str) -> None:
+    """Refuse layers that carry a state from token to token which this engine cannot take back."""
+    kept = kept_states(config)
+    unknown = sorted((set(getattr(config, "layer_types", None) or ()) & _RECURRENT_LAYERS) - kept)
+    # Some with a state of another kind say so by their class alone.
+    stateful = model._is_stateful and not kept
+    if unknown or stateful:
+        raise VerifierError(
+            f"verifier {name!r} ({config.model_type}) has {', '.join(unknown) or 'recurrent'} layers, whose running "
+            "state this engine cannot take back when a draft is rejected; serve it with vLLM, or choose one with "
+            f"attention everywhere, or with the linear attention of {', '.join(sorted(GATED_DELTA_MODELS))}"
+        )
 
 
 def default_device() -> torch.device:

@@ -35,6 +35,7 @@ LAYOUTS = {
     "deepseek": deepseek_layout(4),
     "glm": deepseek_layout(4),
     "qwen3_next": qwen_layout(),
+    "qwen3_next_dense": qwen_layout(),
     "mimo": mimo_layout(),
 }
 PROMPTS = [[7, 21, 3, 15, 9], [1, 2], [30] * 11, [5], [8, 9, 10, 11]]
@@ -43,12 +44,11 @@ AS = {"mimo": "qwen2"}
 
 
 def raw_of(style: str) -> dict[str, Any]:
-    raw = {key: value for key, value in RAW[style].items() if key not in ("quantization_config", "auto_map")}
-    return raw | ({"layer_types": ["full_attention"] * 4} if style == "qwen3_next" else {})
+    return {key: value for key, value in RAW[style].items() if key not in ("quantization_config", "auto_map")}
 
 
 def verifier_of(style: str) -> Verifier:
-    """A random verifier of this style whose layers all attend."""
+    """A random verifier of this style; those of Qwen3-Next have linear attention in half of their layers."""
     raw = raw_of(style) | {"bos_token_id": None, "eos_token_id": None}
     kind = raw.pop("model_type")
     config = AutoConfig.for_model(AS.get(kind, kind), **raw)

@@ -15,6 +15,7 @@ from torch import Tensor
 from speculators.errors import EngineError
 from speculators.models.cache import SlotWrite
 from speculators.models.draft_model import DraftSampler, Proposal
+from speculators.models.gated_delta import kept_states
 from speculators.runtime.description import LanguageModel
 from speculators.runtime.proposers.draft_head import RowSampler
 from speculators.runtime.proposers.proposer import NewTokens
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 # Where the config of a model that was trained to draft in parallel names the token that stands for one to be drafted.
 MASK_TOKEN_KEYS = ("pard_token", "mask_token_id", "ptd_token_id")
-# Layers whose cache forgets by moving a length.
+# Layers whose cache forgets by moving a length; others are known where `kept_states` has them.
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
 
@@ -68,7 +69,7 @@ class _Round:
 class DraftModelProposer:
     """Decodes drafts one after another with a causal language model that has a cache of its own.
 
-    `draft` is any model that `Verifier` reads, with attention everywhere. `vocabulary` says which tokens it may propose
+    `draft` is any model that `Verifier` reads. `vocabulary` says which tokens it may propose
     and how it reads the verifier's (None: its ids are the verifier's, every one of them); see `draft_model_proposer`.
     Requests of more than `max_length` tokens (None: as many as the draft has positions for) are drafted for no longer,
     and the log says so once for each. `probabilistic` draws the drafts of sampled requests from
@@ -85,7 +86,7 @@ class DraftModelProposer:
         probabilistic: bool = False,
         max_length: int | None = None,
     ) -> None:
-        _require_attention(draft)
+        _require_known_layers(draft)
         self.draft = draft
         self.num_tokens = num_tokens
         self.max_length = _context(draft, max_length)
@@ -139,7 +140,7 @@ class DraftModelProposer:
     def _propose(self, this: _Round) -> Proposal:
         """Decode the drafts of a round, each from the one before it."""
         logits_BD = self._first_logits(this, 1)[:, 0]
-        starts = [0 if row.stopped else n - 1 for row, n in zip(this.rows, this.known, strict=True)]
+        starts = settled = [0 if row.stopped else n - 1 for row, n in zip(this.rows, this.known, strict=True)]
         token_B = self.vocabulary.read(self._tensor([self._token_at(row) for row in this.rows]))
         drawn: list[tuple[Tensor, Tensor | None]] = []
         for step in range(this.num_tokens):
@@ -148,7 +149,7 @@ class DraftModelProposer:
                 going = [step < count for count in this.counts]
                 starts = [start + goes for start, goes in zip(starts, going, strict=True)]
                 token_B = torch.where(self._tensor(going), self.vocabulary.draft_ids_C[drawn[-1][0]], token_B)
-                write = SlotWrite.at(this.new.rows, starts, 1, self.draft.device)
+                write = SlotWrite.at(this.new.rows, starts, 1, self.draft.device, settled=settled)
                 out = self.draft.forward(token_B[:, None], self._cache, write)
                 assert out.logits_BTV is not None
                 logits_BD = out.logits_BTV[:, 0]
@@ -189,7 +190,15 @@ class DraftModelProposer:
         for place, mask in enumerate(masks):
             ids_BT[torch.arange(len(rows), device=ids_BT.device), self._tensor(lengths) + place] = mask
         starts = [0 if row.stopped else n - length for row, n, length in zip(rows, known, lengths, strict=True)]
-        write = SlotWrite.at(where, starts, width, self.draft.device)
+        write = SlotWrite.at(
+            where,
+            starts,
+            width,
+            self.draft.device,
+            lengths=[length + len(masks) for length in lengths],
+            # The last token may be written once more.
+            settled=[0 if row.stopped else n - 1 for row, n in zip(rows, known, strict=True)],
+        )
         return self.draft.forward(ids_BT, self._cache, write, need_logits=need_logits).logits_BTV, lengths
 
     def _rows_of(self, new: NewTokens) -> list[_CacheRow]:
@@ -297,10 +306,10 @@ def draft_vocabulary(
 ) -> VocabMapping:
     """Which tokens a draft model may propose to a verifier, by what the files of both say.
 
-    EngineError where the vocabularies do not fit, where the draft has layers with a running state, fewer positions than
-    `max_length`, or, for drafting in parallel, no mask token.
+    EngineError where the vocabularies do not fit, where the draft has layers with a running state that no cache keeps,
+    fewer positions than `max_length`, or, for drafting in parallel, no mask token.
     """
-    _require_attention(draft)
+    _require_known_layers(draft)
     _context(draft, max_length)
     if parallel:
         mask_token_of(draft)
@@ -330,8 +339,9 @@ def _known(new: NewTokens) -> list[int]:
     return [start + length + 1 for start, length in zip(new.starts, new.lengths, strict=True)]
 
 
-def _require_attention(draft: LanguageModel) -> None:
-    others = sorted(set(getattr(draft.config, "layer_types", None) or ()) - _ATTENTION_LAYERS)
+def _require_known_layers(draft: LanguageModel) -> None:
+    known = _ATTENTION_LAYERS | kept_states(draft.config)
+    others = sorted(set(getattr(draft.config, "layer_types", None) or ()) - known)
     if others:
         raise EngineError(
             f"draft model {draft.name_or_path!r} has {', '.join(others)} layers, whose running state cannot be taken "
