@@ -188,18 +188,20 @@ class Request:
             start = len(self._text)
             self._text += self._decoder.push(token)
             # A stop string counts from the first token on that could end the request.
-            if len(self.tokens) - len(self.prompt_token_ids) > self.params.min_tokens and self._cut_at_stop_string(
-                start
-            ):
+            if self._num_generated > self.params.min_tokens and self._cut_at_stop_string(start):
                 return
         if ends:
             self._finish("stop", token if token in self._stop_ids else None)
         elif self._is_full():
             self._finish("length", None)
 
+    @property
+    def _num_generated(self) -> int:
+        return len(self.tokens) - len(self.prompt_token_ids)
+
     def _is_full(self) -> bool:
-        generated, limit = len(self.tokens) - len(self.prompt_token_ids), self.params.max_tokens
-        return (limit is not None and generated >= limit) or len(self.tokens) >= self._max_length
+        limit = self.params.max_tokens
+        return (limit is not None and self._num_generated >= limit) or len(self.tokens) >= self._max_length
 
     def _cut_at_stop_string(self, start: int) -> bool:
         for stop in self.params.stop_strings:

@@ -74,7 +74,7 @@ def wishes(name: str, verifier: Verifier, free: Sequence[RequestOutput]) -> dict
     often = [token for output in free for token in output.outputs[0].token_ids]
     token = max(set(often), key=often.count)
     text = free[0].outputs[0].text
-    return {
+    known: dict[str, dict[str, object]] = {
         "presence": {"presence_penalty": 2.0},
         "frequency": {"frequency_penalty": 1.5},
         "repetition": {"repetition_penalty": 1.8},
@@ -86,7 +86,8 @@ def wishes(name: str, verifier: Verifier, free: Sequence[RequestOutput]) -> dict
         "stop string": {"stop": [text[len(text) // 2 :][:2], "zz"], "include_stop_str_in_output": True},
         "stop string late": {"stop": [text[3:5], text[len(text) // 2 :][:2]], "min_tokens": 9},
         "logprobs": {"logprobs": 3, "repetition_penalty": 1.4},
-    }[name]  # type: ignore[return-value]
+    }
+    return known[name]
 
 
 NAMES = (

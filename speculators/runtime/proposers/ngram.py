@@ -8,7 +8,7 @@ from torch import Tensor
 from speculators.errors import EngineError
 from speculators.models.draft_model import Proposal
 from speculators.runtime.proposers.proposer import NewTokens
-from speculators.runtime.proposers.ragged import ragged_proposal
+from speculators.runtime.proposers.ragged import LookupProposer
 from speculators.runtime.proposers.token_rows import TokenRows
 from speculators.runtime.request import Request
 
@@ -44,7 +44,7 @@ class _Index:
         return None
 
 
-class NgramProposer:
+class NgramProposer(LookupProposer):
     """Proposes the tokens after the first occurrence of the longest n-gram that the request ends with.
 
     n goes from `prompt_lookup_max` down to `prompt_lookup_min`; prompt and output are searched, and a match may overlap
@@ -55,28 +55,16 @@ class NgramProposer:
 
     def __init__(self, num_tokens: int, *, prompt_lookup_min: int, prompt_lookup_max: int, max_model_len: int) -> None:
         _check(num_tokens, prompt_lookup_min, prompt_lookup_max)
-        self.num_tokens = num_tokens
-        self.aux_layer_ids: Sequence[int] = ()
-        self.verifier_ids_D: Tensor | None = None
+        super().__init__(num_tokens)
         self._bounds, self._max_model_len = (prompt_lookup_min, prompt_lookup_max), max_model_len
         self._indices: dict[str, _Index] = {}
-
-    def observe(self, new: NewTokens) -> None:
-        """Nothing to do: a prompt is read whole when its request first drafts."""
-
-    def propose(self, new: NewTokens, num_tokens: int) -> Proposal:
-        """Look up at most `num_tokens` a row."""
-        drafts = [self._draft(request, num_tokens) for request in new.requests]
-        return ragged_proposal(drafts, num_tokens, new.next_ids_BT.device)
-
-    def move(self, source: int, target: int, length: int) -> None:
-        """Nothing to do: requests are known by their ids."""
 
     def forget(self, request: Request) -> None:
         """Drop the index of a request that has ended."""
         self._indices.pop(request.request_id, None)
 
-    def _draft(self, request: Request, num_tokens: int) -> list[int]:
+    def draft(self, request: Request, num_tokens: int) -> list[int]:
+        """Look up what followed before."""
         index = self._indices.setdefault(request.request_id, _Index(*self._bounds))
         start = index.continuation(request.tokens)
         count = max(0, min(num_tokens, self._max_model_len - len(request.tokens)))

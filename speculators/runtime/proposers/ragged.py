@@ -1,10 +1,44 @@
-"""Drafts of unequal lengths as one proposal."""
+"""Drafting row by row from what requests say, and drafts of unequal lengths as one proposal."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from speculators.models.draft_model import Proposal
+from speculators.runtime.proposers.proposer import NewTokens
+from speculators.runtime.request import Request
+
+
+class LookupProposer(ABC):
+    """A proposer that drafts for each request by itself, from its tokens: it reads no states, and has no cache rows."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        self.aux_layer_ids: Sequence[int] = ()
+        self.verifier_ids_D: Tensor | None = None
+
+    def observe(self, new: NewTokens) -> None:
+        """Nothing to do: a prompt is read whole when its request first drafts."""
+        return
+
+    def propose(self, new: NewTokens, num_tokens: int) -> Proposal:
+        """Draft at most `num_tokens` a row."""
+        drafts = [self.draft(request, num_tokens) for request in new.requests]
+        return ragged_proposal(drafts, num_tokens, new.next_ids_BT.device)
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Nothing to do: requests are known by their ids."""
+        return
+
+    @abstractmethod
+    def draft(self, request: Request, num_tokens: int) -> list[int]:
+        """At most `num_tokens` ids that may follow a request's tokens."""
+
+    @abstractmethod
+    def forget(self, request: Request) -> None:
+        """A request has ended."""
 
 
 def ragged_proposal(drafts: Sequence[Sequence[int]], num_tokens: int, device: torch.device) -> Proposal:

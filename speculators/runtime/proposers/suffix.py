@@ -1,17 +1,11 @@
 """Drafting from suffix trees over what was said before (arXiv 2411.04975): no draft model, adaptive lengths."""
 
-from collections.abc import Sequence
-
-from torch import Tensor
-
-from speculators.models.draft_model import Proposal
-from speculators.runtime.proposers.proposer import NewTokens
-from speculators.runtime.proposers.ragged import ragged_proposal
+from speculators.runtime.proposers.ragged import LookupProposer
 from speculators.runtime.proposers.suffix_cache import SuffixCache, SuffixOptions
 from speculators.runtime.request import Request
 
 
-class SuffixProposer:
+class SuffixProposer(LookupProposer):
     """Proposes the most frequent continuation of the last tokens, in the request and in the outputs of others.
 
     A draft has at most `num_tokens` tokens and at most `max_spec_factor` times those that matched; `max_tree_depth`
@@ -27,22 +21,9 @@ class SuffixProposer:
         *,
         num_tokens: int,
     ) -> None:
-        self.num_tokens = num_tokens
-        self.aux_layer_ids: Sequence[int] = ()
-        self.verifier_ids_D: Tensor | None = None
+        super().__init__(num_tokens)
         self.cache = SuffixCache(SuffixOptions(max_tree_depth, max_cached_requests, max_spec_factor, min_token_prob))
         self._seen: dict[str, int] = {}
-
-    def observe(self, new: NewTokens) -> None:
-        """Nothing to do: a prompt is read whole when its request first drafts."""
-
-    def propose(self, new: NewTokens, num_tokens: int) -> Proposal:
-        """Read what each request has gained and draft at most `num_tokens` for it, row by row."""
-        drafts = [self._draft(request, num_tokens) for request in new.requests]
-        return ragged_proposal(drafts, num_tokens, new.next_ids_BT.device)
-
-    def move(self, source: int, target: int, length: int) -> None:
-        """Nothing to do: requests are known by their ids."""
 
     def forget(self, request: Request) -> None:
         """Drop a request's own tree; what it said stays for others."""
@@ -59,7 +40,8 @@ class SuffixProposer:
         self.cache.extend(name, request.tokens[self._seen[name] :])
         self._seen[name] = len(request.tokens)
 
-    def _draft(self, request: Request, num_tokens: int) -> list[int]:
+    def draft(self, request: Request, num_tokens: int) -> list[int]:
+        """Read what a request has gained and draft for it."""
         self._read(request)
         context = request.tokens[-self.cache.options.max_tree_depth :]
         return self.cache.speculate(request.request_id, context, min(num_tokens, request.room)).token_ids
