@@ -66,7 +66,13 @@ FAMILIES = {
         memory=3 / 4,
         # The slots of a block see those before them: so the peer trains layers with a window, and all have one there.
         draft=_BLOCKS | {"sliding_window_non_causal": False},
-        objective={"max_anchors": 27, "max_blocks": ANCHORS_A_ROW, "loss": {"ce": 1.0}, "position_weights": "dpace"},
+        objective={
+            "max_anchors": 27,
+            "max_blocks": ANCHORS_A_ROW,
+            "loss": {"ce": 1.0},
+            "position_weights": "dpace",
+            "dpace_alpha": 0.6,
+        },
         train=_TRAIN_BLOCKS,
         peer=_PEER_BLOCKS,
         positions=BLOCK_SIZE - 1,

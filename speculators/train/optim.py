@@ -14,6 +14,7 @@ from speculators.models.hardware import multiplies_bfloat16
 from speculators.train.config import ScheduleName, TrainConfig
 from speculators.train.orthogonal import orthogonalise, polar_express
 from speculators.train.sharding import part_like, whole
+from speculators.train.threads import share_out
 
 # What a group of parameters multiplies the learning rate by.
 RATE = "rate"
@@ -42,12 +43,17 @@ class WholeMatrixMuon(Muon):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
+        changed = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if any(isinstance(p, DTensor) or p.device.type != "cpu" for p, _ in changed):
+            for parameter, group in changed:
+                self._update(parameter, group)
+        else:
+            # Largest first, so that no thread is left with a large one at the end.
+            changed.sort(key=lambda item: -item[0].numel() * min(item[0].shape))
+            share_out(lambda item: self._update(*item), changed)
         return loss
 
+    @torch.no_grad()
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         gradient, state = parameter.grad, self.state[parameter]
         assert gradient is not None
@@ -60,7 +66,8 @@ class WholeMatrixMuon(Muon):
         steps = group["ns_steps"]
         quintics = polar_express(steps) if self.express else [group["ns_coefficients"]] * steps
         matrix = orthogonalise(matrix, quintics, group["eps"], tight=self.express)
-        update = part_like(matrix.to(parameter.dtype), parameter)
+        # The update of a tall matrix comes transposed, which is turned faster before it is widened.
+        update = part_like(matrix.contiguous().to(parameter.dtype), parameter)
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(parameter.shape)))
 

@@ -16,6 +16,8 @@ Quintic = tuple[float, float, float]
 
 # Rows of a panel of a symmetric product: narrower ones are multiplied slower, more of them spare little.
 _PANEL, _MOST_PANELS = 192, 4
+# How many times wider than high a matrix is from which on two quintics at once spare time, and how many must be before.
+_OBLONG, _LEAST_SINGLE = 1.5, 2
 # The least that singular values end at which are not too small for the number of polynomials.
 _GOAL = 0.7
 # Smaller ones are rounding errors, whatever the dtype.
@@ -30,34 +32,63 @@ def orthogonalise(matrix: Tensor, quintics: Sequence[Quintic], eps: float, *, ti
 
     Source: Jordan et al., "Muon: an optimizer for hidden layers in neural networks"; a X + b (XX')X + c (XX')^2 X. The
     scale is the Frobenius norm, or with `tight` sqrt(|XX'|_F): that bounds the largest singular value better, since
-    |XX'|_F^2 is the sum of their fourth powers, and takes no product that is not made anyway.
+    |XX'|_F^2 is the sum of their fourth powers, and takes no product that is not made anyway. `tight` also makes the
+    last two of four or more quintics of an oblong matrix one factor (see `_two_at_once`).
     """
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix
     x = x / x.norm().clamp(min=eps)
-    for number, (a, b, c) in enumerate(quintics):
+    single = len(quintics)
+    if tight and single >= _LEAST_SINGLE + 2 and x.shape[1] >= _OBLONG * len(x):
+        single -= 2
+    for number, (a, b, c) in enumerate(quintics[:single]):
         gram = times_transposed(x)
         if tight and number == 0:
             square = gram.norm().clamp(min=eps)
             x, gram = x / square.sqrt(), gram / square
         x = torch.addmm(x, times_transposed(gram, plus=gram, beta=b, alpha=c), x, beta=a)
+    if single < len(quintics):
+        x = _two_at_once(times_transposed(x), *quintics[single:]) @ x
     return x.T if tall else x
 
 
+def _two_at_once(gram: Tensor, first: Quintic, second: Quintic) -> Tensor:
+    """The symmetric matrix by which two quintics change a matrix X, of which `gram` is XX'.
+
+    Three more products of its size stand for two of X's. In bfloat16 that takes singular values which are not far
+    apart: not those at the start, where the small ones drown.
+    """
+    factor = _even_part(gram, first)
+    changed = symmetric_product(times_transposed(factor), gram)
+    return symmetric_product(_even_part(changed, second), factor)
+
+
+def _even_part(gram: Tensor, quintic: Quintic) -> Tensor:
+    a, b, c = quintic
+    factor = times_transposed(gram, plus=gram, beta=b, alpha=c)
+    factor.diagonal().add_(a)
+    return factor
+
+
 def times_transposed(matrix: Tensor, plus: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
-    """alpha matrix @ matrixᵀ + beta plus, the latter symmetric.
+    """alpha matrix @ matrixᵀ + beta plus, the latter symmetric."""
+    return symmetric_product(matrix, matrix.T, plus, beta, alpha)
+
+
+def symmetric_product(
+    left: Tensor, right: Tensor, plus: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0
+) -> Tensor:
+    """alpha left @ right + beta plus, where both are symmetric.
 
     On a CPU panel by panel below the diagonal: a third of the products mirrors another.
     """
-    size = len(matrix)
-    product = matrix.new_empty(size, size)
-    split = matrix.device.type == "cpu" and size >= 2 * _PANEL
+    size = len(left)
+    product = left.new_empty(size, size)
+    split = left.device.type == "cpu" and size >= 2 * _PANEL
     bounds = even_bounds(size, max(_PANEL, -(-size // _MOST_PANELS)) if split else size)
     for low, high in pairwise(bounds):
-        under = product if plus is None else plus
-        product[low:high, :high] = torch.addmm(
-            under[low:high, :high], matrix[low:high], matrix[:high].T, beta=beta, alpha=alpha
-        )
+        under, panel = product if plus is None else plus, product[low:high, :high]
+        torch.addmm(under[low:high, :high], left[low:high], right[:, :high], beta=beta, alpha=alpha, out=panel)
     for low, high in pairwise(bounds[:-1]):
         product[low:high, high:] = product[high:, low:high].T
     return product
