@@ -29,8 +29,9 @@ from speculators.models.branches import Branches
 from speculators.models.cache import SlotCache, SlotWrite
 from speculators.models.gated_delta import GATED_DELTA_MODELS, kept_states, use_slot_states
 from speculators.models.hardware import multiplies_bfloat16, padded_rows
-from speculators.models.layers import STATIC_ROPE_TYPES, use_skinny_linears
+from speculators.models.layers import use_skinny_linears
 from speculators.models.packed import pack_linears
+from speculators.runtime.description import has_static_rotation
 
 # Kinds of layers that carry a state from token to token beside, or instead of, keys and values.
 _RECURRENT_LAYERS = frozenset({"linear_attention", "mamba", "conv", "recurrent", "hybrid", "hybrid_sliding"})
@@ -172,9 +173,7 @@ class Verifier:
     @property
     def reentrant(self) -> bool:
         """Whether passes may run in several threads: not where a pass changes the rotation, as `dynamic` rope does."""
-        parameters = getattr(self.config, "rope_parameters", None) or {}
-        nested = [one for one in parameters.values() if isinstance(one, dict)]
-        return all(one.get("rope_type", "default") in STATIC_ROPE_TYPES for one in nested or [parameters])
+        return has_static_rotation(self.config)
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
