@@ -176,6 +176,14 @@ class Verifier:
         return has_static_rotation(self.config)
 
     @property
+    def packs(self) -> bool:
+        """Whether a pass over rows of unequal lengths takes what its tokens take, but for attention.
+
+        Not where layers have a running state, which read their rows side by side.
+        """
+        return not kept_states(self.config)
+
+    @property
     def eos_token_ids(self) -> frozenset[int]:
         """Ids that end a generation: the generation config's, else the model's, and the tokenizer's."""
         found: set[int] = set()
@@ -226,9 +234,11 @@ class Verifier:
         `token_ids_BT` is int64, right-padded; what padding computes is never seen by a valid query, because it lies at
         later positions, and is overwritten by the next write there. Nor does a layer's running state read it.
         """
+        if self.packs:
+            write = write.without_padding()
         options = {
-            "input_ids": token_ids_BT,
-            "position_ids": write.positions_BT,
+            "input_ids": write.pack(token_ids_BT),
+            "position_ids": write.pack(write.positions_BT),
             "attention_mask": self._no_mask(),
             self._cache_argument: SlotKeyValues(cache, write),
             "use_cache": True,
@@ -236,7 +246,11 @@ class Verifier:
         with writing(write), self._captured.of(self.aux_layer_ids) as captured:
             output = (self.model if need_logits else self._decoder)(**options)
         aux = torch.cat([captured[i] for i in self.aux_layer_ids], -1) if self.aux_layer_ids else None
-        return VerifierOutput(output.logits if need_logits else None, aux, captured[_NORMED])
+        return VerifierOutput(
+            write.unpack(output.logits) if need_logits else None,
+            None if aux is None else write.unpack(aux),
+            write.unpack(captured[_NORMED]),
+        )
 
     def capture(self, token_ids: Sequence[Sequence[int]], layer_ids: Sequence[int]) -> list[Tensor]:
         """Hidden states of whole sequences, without a cache or padding; what all begin with is computed once.
