@@ -130,15 +130,16 @@ def _object(context: typer.Context, parameter: str) -> dict[str, Any] | None:
 
 
 def _keywords(words: Sequence[str]) -> dict[str, Any]:
-    from speculators.runtime.engine_keywords import KEYWORDS
+    from speculators.runtime.engine_keywords import KEYWORDS, TAKEN
 
+    known = KEYWORDS.keys() | TAKEN
     keywords: dict[str, Any] = {}
     name = None
     for word in words:
         if word.startswith("--"):
             name, equals, text = word[2:].partition("=")
             name = name.replace("-", "_")
-            if name.removeprefix("no_") in KEYWORDS and name not in KEYWORDS:
+            if name.removeprefix("no_") in known and name not in known:
                 keywords[name.removeprefix("no_")], name = False, None
                 continue
             keywords[name] = _value(text) if equals else True

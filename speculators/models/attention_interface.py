@@ -108,12 +108,14 @@ def attention(
     if documents is not None:
         out = _attend_documents(query, key, value, documents, window, scale=scale, softcap=softcap, sinks=sinks)
         return out.transpose(1, 2), None
-    if write is not None and plain:
-        return attend(write, query, key, value, scale, window).transpose(1, 2).contiguous(), None
-    mask: Tensor | None
     if write is not None:
-        mask = write.mask(window)
-    elif attention_mask is not None:
+        q_BQTD = write.unpack(query.transpose(1, 2)).transpose(1, 2)
+        if plain:
+            out = attend(write, q_BQTD, key, value, scale, window)
+        else:
+            out = _attention_spelled_out(q_BQTD, key, value, write.mask(window), scale, softcap, sinks)
+        return write.pack(out.transpose(1, 2)).contiguous(), None
+    if attention_mask is not None:
         mask = attention_mask
     else:
         width, end = query.shape[2], key.shape[2]

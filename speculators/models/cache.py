@@ -5,7 +5,7 @@ token is forgotten by moving a length: the next write lands on it and nothing is
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from speculators.models.running_state import RunningStates
 
 _FIRST_CAPACITY = 256
 _GROUP_ROWS = 8
+# BLAS takes up to twice as long for a few rows less than a multiple of this (float32 on a CPU).
+_PACKED_MULTIPLE = 8
 
 
 @dataclass
@@ -23,6 +25,9 @@ class SlotWrite:
     `positions_BT` is int64, `end` the exclusive upper bound of all positions written. For layers with a running state:
     row b has `lengths[b]` tokens of `width`, the rest is padding (None: all are tokens), and its first `settled[b]`
     tokens are never taken back (None: those before the write).
+
+    With `packed`, int64 [N], what is written lies in one row, [1, N, ...], without the padding: entry n belongs to
+    place packed[n] of the B x T that have positions.
     """
 
     rows: slice
@@ -32,6 +37,7 @@ class SlotWrite:
     positions_BT: Tensor
     lengths: list[int] | None = None
     settled: list[int] | None = None
+    packed: Tensor | None = None
     _masks: dict[tuple[int | None, bool], Tensor | None] = field(default_factory=dict)
     _groups: list[tuple[slice, int]] | None = None
 
@@ -50,6 +56,36 @@ class SlotWrite:
         first_B = torch.tensor(list(starts), dtype=torch.int64, device=device)
         positions_BT = first_B[:, None] + torch.arange(width, device=device)
         return cls(rows, list(starts), width, max(starts) + width, positions_BT, lengths, settled)
+
+    def without_padding(self) -> "SlotWrite":
+        """The same write, packed; itself where it has no padding that is worth it.
+
+        Some padding stays, so that the number of entries is a multiple of 8.
+        """
+        if self.lengths is None:
+            return self
+        size, tokens = len(self.lengths) * self.width, sum(self.lengths)
+        filling = -tokens % _PACKED_MULTIPLE
+        if tokens + filling >= size:
+            return self
+        places: list[int] = []
+        for row, length in enumerate(self.lengths):
+            kept = min(filling, self.width - length)
+            places += range(row * self.width, row * self.width + length + kept)
+            filling -= kept
+        return replace(self, packed=torch.tensor(places, dtype=torch.int64, device=self.positions_BT.device))
+
+    def pack(self, values_BTX: Tensor) -> Tensor:
+        """What belongs to the entries, [1, N, ...]; as it is where the write is not packed."""
+        return values_BTX if self.packed is None else values_BTX.flatten(0, 1)[self.packed][None]
+
+    def unpack(self, values_1NX: Tensor) -> Tensor:
+        """What belongs to the entries at their rows and places, [B, T, ...], with zeros elsewhere."""
+        if self.packed is None:
+            return values_1NX
+        spread = values_1NX.new_zeros(self.positions_BT.numel(), *values_1NX.shape[2:])
+        spread[self.packed] = values_1NX[0]
+        return spread.view(*self.positions_BT.shape, *values_1NX.shape[2:])
 
     def mask(self, window: int | None = None, *, causal: bool = True) -> Tensor | None:
         """Bool [B, 1, T, end], true where a query may look: at or before it, within `window`; None for everywhere.
@@ -105,7 +141,11 @@ class SlotCache:
         keys = self.keys[layer] = self._with_room(self.keys[layer], k_BNTD, write.end)
         values = self.values[layer] = self._with_room(self.values[layer], v_BNTD, write.end)
         keys_B, values_B = keys[write.rows], values[write.rows]
-        if min(write.starts) + write.width == write.end:
+        if write.packed is not None:
+            rows_N, positions_N = write.packed // write.width, write.positions_BT.flatten()[write.packed]
+            keys_B[rows_N, :, positions_N] = k_BNTD[0].transpose(0, 1)
+            values_B[rows_N, :, positions_N] = v_BNTD[0].transpose(0, 1)
+        elif min(write.starts) + write.width == write.end:
             start = write.starts[0]
             keys_B[:, :, start : write.end] = k_BNTD
             values_B[:, :, start : write.end] = v_BNTD

@@ -7,6 +7,7 @@ from typing import Protocol
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from speculators.errors import VerifierError
+from speculators.models.layers import STATIC_ROPE_TYPES
 
 
 class LanguageModel(Protocol):
@@ -36,6 +37,13 @@ class LanguageModel(Protocol):
     def max_length(self) -> int | None:
         """Longest sequence the positions were made for, None where nothing says so."""
         ...
+
+
+def has_static_rotation(config: PretrainedConfig) -> bool:
+    """Whether a token is rotated by its position alone, whatever the length of its sequence (not so for `dynamic`)."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [one for one in parameters.values() if isinstance(one, dict)]
+    return all(one.get("rope_type", "default") in STATIC_ROPE_TYPES for one in nested or [parameters])
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from speculators.errors import RequestError
+from speculators.errors import EngineError, RequestError
 from speculators.models.cache import SlotWrite
 from speculators.runtime.depth import DepthPolicy, depth_of
 from speculators.runtime.logits_processors import ConstraintBuilder, process
 from speculators.runtime.logprobs import token_logprobs
 from speculators.runtime.outputs import RequestOutput
+from speculators.runtime.prefixes import PrefixCache, require_prefix_caching
 from speculators.runtime.proposers.proposer import NewTokens, Proposer
 from speculators.runtime.recorder import HiddenStatesRecorder, check_extraction
 from speculators.runtime.request import Request
@@ -31,11 +32,20 @@ from speculators.runtime.verifying import BatchVerifier
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """How much the engine takes at once: requests, tokens a request (prompt and output), prompt tokens a pass."""
+    """How much the engine takes at once: requests, tokens a request (prompt and output), prompt tokens a pass.
+
+    With `enable_prefix_caching` it keeps what as many finished requests had, for others that begin so.
+    """
 
     max_num_seqs: int = 16
     max_model_len: int = 2048
     max_num_batched_tokens: int = 2048
+    enable_prefix_caching: bool = False
+
+    @property
+    def num_slots(self) -> int:
+        """Cache rows of running and of finished requests."""
+        return self.max_num_seqs * (2 if self.enable_prefix_caching else 1)
 
 
 class Engine:
@@ -66,7 +76,8 @@ class Engine:
         self._ids: set[str] = set()
         self.stats = self._new_stats()
         self.num_generated_tokens = 0
-        self._cache = verifier.make_cache(self.limits.max_num_seqs)
+        self._cache = verifier.make_cache(self.limits.num_slots)
+        self.prefixes = self._prefix_cache() if self.limits.enable_prefix_caching else None
         self._constraints = ConstraintBuilder(verifier.tokenizer, verifier.vocab_size, verifier.eos_token_ids)
         self._num_requests = 0
         reader = recorder.layer_ids if recorder is not None else proposer.aux_layer_ids if proposer is not None else ()
@@ -180,6 +191,8 @@ class Engine:
                     out.normed_BTH[index, :width],
                 )
             )
+        for request in self.running:
+            request.num_observed = request.num_computed
         outputs = [self._output(r) for r in moved if self.recorder is None or not r.finished]
         return outputs + self._delivered(block=not self.running and not self.waiting)
 
@@ -191,6 +204,16 @@ class Engine:
 
     def _new_stats(self) -> SpecDecodeStats | None:
         return None if self.proposer is None else SpecDecodeStats(self.proposer.num_tokens)
+
+    def _prefix_cache(self) -> PrefixCache:
+        if self.recorder is not None:
+            raise EngineError(
+                "enable_prefix_caching: hidden states are extracted of what is computed, so every prompt is computed "
+                "whole; leave it out"
+            )
+        require_prefix_caching(self.verifier)
+        seqs = self.limits.max_num_seqs
+        return PrefixCache(self._cache, self.proposer, seqs, seqs)
 
     def _output(self, request: Request) -> RequestOutput:
         level = self.metrics_level
@@ -212,8 +235,8 @@ class Engine:
             raise RequestError(f"request {request_id}: this id is already being served; choose another")
 
     def _admit(self) -> None:
-        first = len(self.running)
-        while self.waiting and len(self.running) < self.limits.max_num_seqs:
+        new: list[Request] = []
+        while self.waiting and len(self.running) + len(new) < self.limits.max_num_seqs:
             request = self.waiting.popleft()
             if self.recorder is not None and not self.recorder.admit(request):
                 self._ids.discard(request.request_id)
@@ -222,14 +245,23 @@ class Engine:
                 # Not before: the generators of thousands that wait would fill the memory.
                 request.noise = NoiseStreams.from_seed(request.seed, self.verifier.device)
             request.metrics.first_scheduled_time = time.monotonic()
-            self.running.append(request)
-        new = sorted(self.running[first:], key=lambda r: -len(r.tokens))
-        self.running[first:] = new
+            new.append(request)
+        while new:
+            new = self._start(new)
+
+    def _start(self, requests: list[Request]) -> list[Request]:
+        """Compute the prompts of new requests; returns those that wait for these, whose beginning they share."""
+        first, later = len(self.running), []
+        if self.prefixes is None:
+            self.running += sorted(requests, key=lambda r: -len(r.tokens))
+        else:
+            later = self.prefixes.start(requests, self.running)
+        new = self.running[first:]
         while True:
             remaining = [len(r.tokens) - 1 - r.num_computed for r in new]
             active = sum(count > 0 for count in remaining)
             if active == 0:
-                return
+                return later
             width = min(remaining[0], max(1, self.limits.max_num_batched_tokens // active))
             self._prefill(slice(first, first + active), new[:active], [min(c, width) for c in remaining[:active]])
 
@@ -261,6 +293,8 @@ class Engine:
                     out.normed_BTH,
                 )
             )
+        for request in requests:
+            request.num_observed = request.num_computed
 
     def _commit(self, request: Request, tokens: list[int], logits_TV: Tensor) -> None:
         drafted = len(request.drafts)
@@ -287,6 +321,8 @@ class Engine:
                 row += 1
                 continue
             self._ids.discard(self.running[row].request_id)
+            if self.prefixes is not None:
+                self.prefixes.keep(self.running[row], row)
             if self.proposer is not None:
                 self.proposer.forget(self.running[row])
             last, origin = self.running.pop(), order.pop()

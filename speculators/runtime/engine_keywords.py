@@ -21,6 +21,7 @@ TAKEN = frozenset(
         "max_model_len",
         "max_num_seqs",
         "max_num_batched_tokens",
+        "enable_prefix_caching",
         "trust_remote_code",
         "revision",
         "gpu_memory_utilization",
@@ -57,7 +58,7 @@ class Compilation:
 KEYWORDS: Mapping[str, Key] = {
     "enforce_eager": Key(Flag(), "neutral", "everything runs eagerly; graphs would change no token"),
     "enable_chunked_prefill": Key(Flag(), "refused", "long prompts are always computed in pieces", honoured=(True,)),
-    "enable_prefix_caching": Key(Flag(), "refused", "every prompt is computed anew", honoured=(False,)),
+    "enable_prompt_tokens_details": Key(Flag(), "refused", "an answer tells what was cached", honoured=(True,)),
     "async_scheduling": Key(Flag(), "refused", "a step starts when the one before it has ended", honoured=(False,)),
     "disable_log_stats": Key(Flag(), "neutral", "counts are kept, and logged by who asks for them"),
     "distributed_executor_backend": Key(Anything(), "refused", _ONE_DEVICE, honoured=("uni", "mp")),

@@ -25,6 +25,7 @@ from speculators.runtime.engine_keywords import check_engine_keywords
 from speculators.runtime.infer import Plan, infer
 from speculators.runtime.methods import Build, prepare
 from speculators.runtime.outputs import RequestOutput
+from speculators.runtime.prefixes import require_prefix_caching
 from speculators.runtime.recorder import HiddenStatesRecorder, check_extraction
 from speculators.runtime.sampling import SamplingParams
 from speculators.runtime.stats import SpecDecodeStats
@@ -66,6 +67,7 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int = 16,
         max_num_batched_tokens: int = 2048,
+        enable_prefix_caching: bool = False,
         trust_remote_code: bool = False,
         revision: str | None = None,
         gpu_memory_utilization: float | None = None,
@@ -90,6 +92,7 @@ class LLM:
             _positive("max_num_seqs", max_num_seqs),
             longest,
             _positive("max_num_batched_tokens", max_num_batched_tokens),
+            _prefix_caching(enable_prefix_caching, plan, told),
         )
         _check_metrics_level(per_request_spec_decode_metrics, plan)
         verifier = Verifier.from_pretrained(
@@ -233,11 +236,17 @@ class LLM:
         return [int(token) for token in ids]
 
     def get_metrics(self) -> list[Metric]:
-        """Counters of speculative decoding under vLLM's names; empty without speculation."""
-        stats = self.engine.stats
+        """Counters of speculative decoding and of prefix caching under vLLM's names, of what is turned on."""
+        stats, prefixes, metrics = self.engine.stats, self.engine.prefixes, list[Metric]()
+        if prefixes is not None:
+            metrics += [
+                Metric("vllm:prefix_cache_queries", prefixes.queries),
+                Metric("vllm:prefix_cache_hits", prefixes.hits),
+            ]
         if stats is None:
-            return []
+            return metrics
         return [
+            *metrics,
             Metric("vllm:spec_decode_num_drafts", stats.num_drafts),
             Metric("vllm:spec_decode_num_draft_tokens", stats.num_draft_tokens),
             Metric("vllm:spec_decode_num_accepted_tokens", stats.num_accepted_tokens),
@@ -339,6 +348,19 @@ def _positive(name: str, value: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise EngineError(f"LLM: {name}={value!r}: expected a whole number above 0")
     return value
+
+
+def _prefix_caching(asked: bool, plan: Plan, verifier: LanguageModel) -> bool:
+    if not isinstance(asked, bool):
+        raise EngineError(f"LLM: enable_prefix_caching={asked!r}: expected true or false")
+    if asked and plan.method == EXTRACT_METHOD:
+        raise EngineError(
+            f"LLM: enable_prefix_caching, method {EXTRACT_METHOD!r}: hidden states are written of what is computed, "
+            "so every prompt is computed whole; give one of the two"
+        )
+    if asked:
+        require_prefix_caching(verifier)
+    return asked
 
 
 def _model_length(asked: int | None, verifier: LanguageModel) -> int:

@@ -66,7 +66,7 @@ def _draft_head(plan: Plan, config: SpeculativeConfig, verifier: LanguageModel) 
         if window is not None:
             limit_draft_window(placed.draft, window)
         return DraftHeadProposer(
-            placed.draft, plan.num_speculative_tokens, limits.max_num_seqs, probabilistic=config.probabilistic
+            placed.draft, plan.num_speculative_tokens, limits.num_slots, probabilistic=config.probabilistic
         )
 
     return build
@@ -100,7 +100,7 @@ def _draft_model(plan: Plan, config: SpeculativeConfig, verifier: LanguageModel)
         return kind(
             draft,
             plan.num_speculative_tokens,
-            limits.max_num_seqs,
+            limits.num_slots,
             vocabulary=vocabulary,
             probabilistic=config.probabilistic,
             max_length=config.max_model_len,

@@ -74,6 +74,12 @@ class ServerMetrics:
             reason: self._counter("request_success", "Requests that ended.", finished_reason=reason)
             for reason in FINISHED_REASONS
         }
+        if engine.prefixes is not None:
+            self._prefix_tokens = [engine.prefixes.queries, engine.prefixes.hits]
+            self._prefix_counters = [
+                self._counter("prefix_cache_queries", "Prompt tokens looked for in the cache."),
+                self._counter("prefix_cache_hits", "Prompt tokens found in the cache."),
+            ]
         if self.drafts is not None:
             self._add_draft_counters(len(self.drafts.accepted_per_position))
 
@@ -88,10 +94,16 @@ class ServerMetrics:
                 self._finished[output.outputs[0].finish_reason or "stop"].inc()
         before, self._num_generated = self._num_generated, self._engine.num_generated_tokens
         self._generation_tokens.inc(self._num_generated - before)
+        prefixes = self._engine.prefixes
+        if prefixes is not None:
+            tokens = [prefixes.queries, prefixes.hits]
+            for counter, now, then in zip(self._prefix_counters, tokens, self._prefix_tokens, strict=True):
+                counter.inc(now - then)
+            self._prefix_tokens = tokens
         if self.drafts is not None and self._engine.stats is not None:
-            now = DraftCounts.of(self._engine.stats)
-            self._count_drafts(now.since(self.drafts))
-            self.drafts = now
+            drafts = DraftCounts.of(self._engine.stats)
+            self._count_drafts(drafts.since(self.drafts))
+            self.drafts = drafts
 
     def aborted(self, request_ids: Sequence[str]) -> None:
         """Count requests that their clients ended."""

@@ -66,6 +66,7 @@ class RequestOutput:
     `kv_transfer_params` holds `hidden_states_path` where states were extracted; `error` says why completions ended with
     finish reason "error": their files could not be written, or (stop reason NO_TOKEN_ALLOWED) their constraints left no
     token to choose. `prompt_logprobs` has an entry for each prompt token, None for the first, where that was asked for.
+    `num_cached_tokens` prompt tokens were not computed, but copied from a request that began with them.
     """
 
     request_id: str
@@ -77,3 +78,4 @@ class RequestOutput:
     kv_transfer_params: dict[str, Any] | None = None
     error: str | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0

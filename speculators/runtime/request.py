@@ -62,8 +62,9 @@ class Request:
     """Tokens and state of one request while it is scheduled.
 
     `num_computed` counts the tokens whose keys are in the verifier's cache; the last token is always still to be
-    computed. `seed` is what its noise is made of. `drafts` are verifier ids waiting to be verified, `draft_probs_KD`
-    their probabilities over draft ids.
+    computed. `num_observed` counts those of them that the proposer knows of, too, and `num_cached` those that were
+    copied from another request. `seed` is what its noise is made of. `drafts` are verifier ids waiting to be verified,
+    `draft_probs_KD` their probabilities over draft ids.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Request:
         self.prompt, self.prompt_token_ids = prompt, prompt_token_ids
         self.params = params
         self.tokens = list(prompt_token_ids)
-        self.num_computed = 0
+        self.num_computed = self.num_observed = self.num_cached = 0
         self.drafts: list[int] = []
         self.draft_probs_KD: Tensor | None = None
         self.seed = 0
@@ -180,6 +181,7 @@ class Request:
             None if path is None else {"hidden_states_path": path},
             self.error,
             self.prompt_logprobs,
+            self.num_cached,
         )
 
     def _end_if_due(self, token: int) -> None:

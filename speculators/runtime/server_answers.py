@@ -19,12 +19,19 @@ from speculators.runtime.stream import VisibleText
 LOWEST_LOGPROB = -9999.0
 
 
+class PromptTokensDetails(BaseModel):
+    """Of a prompt's tokens, those that were copied from a request that began with them."""
+
+    cached_tokens: int
+
+
 class Usage(BaseModel):
-    """Token counts; a prompt of several completions counts once."""
+    """Token counts; a prompt of several completions counts once. Details are there where prefix caching found some."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
 
 
 class CompletionLogprobs(BaseModel):
@@ -243,7 +250,9 @@ class Answer(ABC):
     def _usage(self, outputs: Sequence[RequestOutput]) -> Usage:
         prompt = sum(len(output.prompt_token_ids) for output in outputs[:: self._num_choices])
         completion = sum(len(output.outputs[0].token_ids) for output in outputs)
-        return Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
+        cached = sum(output.num_cached_tokens for output in outputs[:: self._num_choices])
+        details = {"prompt_tokens_details": PromptTokensDetails(cached_tokens=cached)} if cached else {}
+        return Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion, **details)
 
 
 class CompletionAnswer(Answer):

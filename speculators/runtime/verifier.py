@@ -29,8 +29,9 @@ from speculators.models.branches import Branches
 from speculators.models.cache import SlotCache, SlotWrite
 from speculators.models.gated_delta import GATED_DELTA_MODELS, kept_states, use_slot_states
 from speculators.models.hardware import multiplies_bfloat16, padded_rows
-from speculators.models.layers import STATIC_ROPE_TYPES, use_skinny_linears
+from speculators.models.layers import use_skinny_linears
 from speculators.models.packed import pack_linears
+from speculators.runtime.description import has_static_rotation
 
 # Kinds of layers that carry a state from token to token beside, or instead of, keys and values.
 _RECURRENT_LAYERS = frozenset({"linear_attention", "mamba", "conv", "recurrent", "hybrid", "hybrid_sliding"})
@@ -172,9 +173,15 @@ class Verifier:
     @property
     def reentrant(self) -> bool:
         """Whether passes may run in several threads: not where a pass changes the rotation, as `dynamic` rope does."""
-        parameters = getattr(self.config, "rope_parameters", None) or {}
-        nested = [one for one in parameters.values() if isinstance(one, dict)]
-        return all(one.get("rope_type", "default") in STATIC_ROPE_TYPES for one in nested or [parameters])
+        return has_static_rotation(self.config)
+
+    @property
+    def packs(self) -> bool:
+        """Whether a pass over rows of unequal lengths takes what its tokens take, but for attention.
+
+        Not where layers have a running state, which read their rows side by side.
+        """
+        return not kept_states(self.config)
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -227,9 +234,11 @@ class Verifier:
         `token_ids_BT` is int64, right-padded; what padding computes is never seen by a valid query, because it lies at
         later positions, and is overwritten by the next write there. Nor does a layer's running state read it.
         """
+        if self.packs:
+            write = write.without_padding()
         options = {
-            "input_ids": token_ids_BT,
-            "position_ids": write.positions_BT,
+            "input_ids": write.pack(token_ids_BT),
+            "position_ids": write.pack(write.positions_BT),
             "attention_mask": self._no_mask(),
             self._cache_argument: SlotKeyValues(cache, write),
             "use_cache": True,
@@ -237,7 +246,11 @@ class Verifier:
         with writing(write), self._captured.of(self.aux_layer_ids) as captured:
             output = (self.model if need_logits else self._decoder)(**options)
         aux = torch.cat([captured[i] for i in self.aux_layer_ids], -1) if self.aux_layer_ids else None
-        return VerifierOutput(output.logits if need_logits else None, aux, captured[_NORMED])
+        return VerifierOutput(
+            write.unpack(output.logits) if need_logits else None,
+            None if aux is None else write.unpack(aux),
+            write.unpack(captured[_NORMED]),
+        )
 
     def capture(self, token_ids: Sequence[Sequence[int]], layer_ids: Sequence[int]) -> list[Tensor]:
         """Hidden states of whole sequences, without a cache or padding; what all begin with is computed once.

@@ -139,3 +139,26 @@ def test_short_names_and_negations_reach_the_engine(tiny_speculator: Path, capsy
     assert "enable_chunked_prefill=False cannot be honoured" in capsys.readouterr().err
     assert run("serve", tiny_speculator, "--model", "other") == 2
     assert "the model is this command's argument" in capsys.readouterr().err
+
+
+def test_prefix_caching_is_asked_for_on_the_command_line_and_in_a_file(
+    tiny_verifier: Path, tmp_path: Path, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text("enable-prefix-caching: true\n", encoding="utf-8")
+    assert run("generate", tiny_verifier, *PROMPT, "--config", file) == 0
+    statistics_of(capsys, expected)
+    transfer = {
+        "kv_connector": "ExampleHiddenStatesConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "states")},
+    }
+    layers = {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1]}}
+    speculation = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": layers}
+    options = ("-sc", json.dumps(speculation), "--kv-transfer-config", json.dumps(transfer))
+    for asked in (("--enable-prefix-caching",), ("--config", file)):
+        assert run("serve", tiny_verifier, *options, *asked) == 1
+        assert "enable_prefix_caching, method 'extract_hidden_states': hidden states" in capsys.readouterr().err
+    taken_back = ("--config", file, "--no-enable-prefix-caching", "--gpu-memory-utilization", "7")
+    assert run("serve", tiny_verifier, *options, *taken_back) == 1
+    assert "gpu_memory_utilization=7: expected a share" in capsys.readouterr().err

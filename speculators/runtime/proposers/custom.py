@@ -112,6 +112,14 @@ class CustomProposer:
         if self._own is not None:
             self._own.move(source, target, length)
 
+    def require_prefix_reuse(self, num_slots: int) -> None:
+        """Raise EngineError for a `Proposer` of the user's own, which is to observe every token."""
+        if self._own is not None:
+            raise self._wrong("has `observe`, and would miss prompts that are cached; leave enable_prefix_caching out")
+
+    def copy_prefix(self, source: int, target: int, length: int, request: Request | None) -> None:
+        """Nothing to do: the matrix of ids is read from the requests."""
+
     def forget(self, request: Request) -> None:
         """Drop what is kept of a request that has ended."""
         self._rows.forget(request)

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from speculators.errors import EngineError
+from speculators.models.cache import SlotCache
 from speculators.models.draft_model import DraftContext, DraftModel, Proposal
 from speculators.runtime.proposers.proposer import NewTokens
 from speculators.runtime.proposers.top_probs import TopProbs
@@ -63,6 +65,14 @@ class DraftHeadProposer:
         """Let the draft's cache follow a request to another row."""
         self._cache.move(source, target, length)
 
+    def require_prefix_reuse(self, num_slots: int) -> None:
+        """Raise EngineError where the draft's cache has fewer rows."""
+        require_slots(self._cache, num_slots)
+
+    def copy_prefix(self, source: int, target: int, length: int, request: Request | None) -> None:
+        """Copy the draft's keys and values of a row's first tokens."""
+        self._cache.move(source, target, length)
+
     def forget(self, request: Request) -> None:
         """Nothing to do: the next request in the row overwrites the cache."""
 
@@ -82,3 +92,12 @@ class DraftHeadProposer:
             return self.draft.propose(context, num_tokens, sampler)
         watching = TopProbs(sampler, new.requests)
         return watching.told(self.draft.propose(context, num_tokens, watching))
+
+
+def require_slots(cache: SlotCache, num_slots: int) -> None:
+    """Raise EngineError where a draft's cache has fewer rows than requests will be kept."""
+    if cache.num_slots < num_slots:
+        raise EngineError(
+            f"enable_prefix_caching: the draft's cache has {cache.num_slots} rows, expected {num_slots}: those of "
+            "running requests and of finished ones; build the proposer for EngineLimits.num_slots"
+        )

@@ -16,8 +16,8 @@ from speculators.errors import EngineError
 from speculators.models.cache import SlotWrite
 from speculators.models.draft_model import DraftSampler, Proposal
 from speculators.models.gated_delta import kept_states
-from speculators.runtime.description import LanguageModel
-from speculators.runtime.proposers.draft_head import RowSampler
+from speculators.runtime.description import LanguageModel, has_static_rotation
+from speculators.runtime.proposers.draft_head import RowSampler, require_slots
 from speculators.runtime.proposers.proposer import NewTokens
 from speculators.runtime.proposers.top_probs import TopProbs
 from speculators.runtime.proposers.vocab_mapping import VocabMapping, same_vocabulary, shared_tokens
@@ -97,6 +97,7 @@ class DraftModelProposer:
         self._first_tokens = len(self.vocabulary.draft_ids_C) if keeps_ids else None
         self.keeps_top_probs = False
         self._probabilistic = probabilistic
+        self._reusable = has_static_rotation(draft.config) and not kept_states(draft.config)
         self._cache = draft.make_cache(num_slots)
         self._rows = [_CacheRow() for _ in range(num_slots)]
 
@@ -133,6 +134,17 @@ class DraftModelProposer:
         row = self._rows[source]
         self._cache.move(source, target, row.held + len(row.drafts))
         self._rows[source], self._rows[target] = _CacheRow(), row
+
+    def require_prefix_reuse(self, num_slots: int) -> None:
+        """Raise EngineError where the draft's cache has fewer rows."""
+        require_slots(self._cache, num_slots)
+
+    def copy_prefix(self, source: int, target: int, length: int, request: Request | None) -> None:
+        """Copy the draft's keys and values of a row's first tokens, as far as it has them; the rest is computed."""
+        held = min(self._rows[source].held, length) if self._reusable else 0
+        if held:
+            self._cache.move(source, target, held)
+        self._rows[target] = _CacheRow(request, held)
 
     def forget(self, request: Request) -> None:
         """Nothing to do: the next request in the row has a row of its own."""

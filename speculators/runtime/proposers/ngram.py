@@ -106,6 +106,12 @@ class VectorisedNgramProposer:
         if self._rows is not None:
             self._rows.move(source, target, length)
 
+    def require_prefix_reuse(self, num_slots: int) -> None:
+        """Nothing to do: what is drafted follows from a request's tokens."""
+
+    def copy_prefix(self, source: int, target: int, length: int, request: Request | None) -> None:
+        """Nothing to do: a row is read from its request."""
+
     def forget(self, request: Request) -> None:
         """The row of a request that has ended is free."""
         if self._rows is not None:

@@ -25,11 +25,22 @@ class LookupProposer(ABC):
 
     def propose(self, new: NewTokens, num_tokens: int) -> Proposal:
         """Draft at most `num_tokens` a row."""
-        drafts = [self.draft(request, num_tokens) for request in new.requests]
+        # What a request learns of others depends on when they came, not on the rows that they have.
+        order = sorted(range(len(new.requests)), key=lambda row: new.requests[row].metrics.arrival_time)
+        drafted = {row: self.draft(new.requests[row], num_tokens) for row in order}
+        drafts = [drafted[row] for row in range(len(new.requests))]
         return ragged_proposal(drafts, num_tokens, new.next_ids_BT.device)
 
     def move(self, source: int, target: int, length: int) -> None:
         """Nothing to do: requests are known by their ids."""
+        return
+
+    def require_prefix_reuse(self, num_slots: int) -> None:
+        """Nothing to do: what is drafted follows from a request's tokens."""
+        return
+
+    def copy_prefix(self, source: int, target: int, length: int, request: Request | None) -> None:
+        """Nothing to do: there are no rows."""
         return
 
     @abstractmethod
