@@ -178,6 +178,7 @@ class Engine:
                     _padded(kept, width, self.verifier.device),
                     None if out.aux_BTX is None else out.aux_BTX[index, :width],
                     out.normed_BTH[index, :width],
+                    self._cache,
                 )
             )
         outputs = [self._output(r) for r in moved if self.recorder is None or not r.finished]
@@ -259,6 +260,7 @@ class Engine:
                     _padded(nexts, width, device),
                     out.aux_BTX,
                     out.normed_BTH,
+                    self._cache,
                 )
             )
 
