@@ -45,7 +45,7 @@ REPEATING = "tests.runtime.custom_drafters.Repeating"
 class Case:
     """A method as a user asks for it: `config` makes the keys beside the depth, given the kind of verifier.
 
-    `most` is the deepest draft, `only` the one depth that there is. `drawn` says whether drafts can be drawn, `small` is
+    `most` is the deepest draft, `only` the one depth that there is. `drawn` says whether drafts can be drawn. `small`:
     the verifier of three tokens that it drafts for, if any.
     `vllm_032` is what vLLM 0.32 does with it (facts, from its code and from running it on a CPU).
     """
