@@ -1,7 +1,7 @@
 """`transformer_layer_config` of an MTP block: the verifier's own configuration (free of torch).
 
-The block is one layer of the verifier's kind, with full attention unless all of the verifier's have a window. Keys that its numbers depend on are checked here; the
-others are the verifier's business and are carried along.
+The block is one layer of the verifier's kind, with full attention unless all of the verifier's have a window. Keys that
+its numbers depend on are checked here; the others are the verifier's business and are carried along.
 """
 
 from __future__ import annotations

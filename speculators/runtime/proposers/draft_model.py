@@ -15,7 +15,7 @@ from torch import Tensor
 from speculators.errors import EngineError
 from speculators.models.cache import SlotWrite
 from speculators.models.draft_model import DraftSampler, Proposal
-from speculators.models.gated_delta import kept_states
+from speculators.models.slot_states import kept_states
 from speculators.runtime.description import LanguageModel
 from speculators.runtime.proposers.draft_head import RowSampler
 from speculators.runtime.proposers.proposer import NewTokens
