@@ -112,7 +112,7 @@ TINY: dict[str, Callable[[], PreTrainedConfig]] = {
     "nemotron_h": lambda: NemotronHConfig(
         **SIZES,
         **EXPERTS,
-        layer_types=["linear_attention", "full_attention", "linear_attention", "moe", "mlp"],
+        layer_types=["linear_attention", "full_attention", "linear_attention", "moe"],
         mamba_num_heads=4,
         mamba_head_dim=8,
         ssm_state_size=6,
