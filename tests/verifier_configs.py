@@ -121,6 +121,7 @@ TINY: dict[str, Callable[[], PreTrainedConfig]] = {
         n_routed_experts=4,
         n_shared_experts=1,
         moe_shared_expert_intermediate_size=16,
+        rope_theta=1e4,
     ),
     "qwen2_5_vl": lambda: Qwen2_5_VLConfig(
         text_config={

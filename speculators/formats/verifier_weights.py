@@ -26,6 +26,8 @@ EMBEDDING_NAMES = (
     "model.embed_tokens.weight",
     "model.language_model.embed_tokens.weight",
     "language_model.model.embed_tokens.weight",
+    "model.embeddings.weight",
+    "backbone.embeddings.weight",
 )
 HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight", "model.language_model.lm_head.weight")
 NORM_NAMES = (
@@ -35,6 +37,7 @@ NORM_NAMES = (
     "model.embedding_norm.weight",
     "model.final_layernorm.weight",
     "model.norm_f.weight",
+    "backbone.norm_f.weight",
 )
 # What configurations call the epsilon of the final norm; the first that is there counts.
 _EPSILONS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")

@@ -47,7 +47,9 @@ def kept_states(config: PretrainedConfig) -> frozenset[str]:
 def use_slot_states(layers: Iterable[nn.Module], config: PretrainedConfig) -> None:
     """Let those among decoder layers that have a state keep it where `SlotKeyValues` says; weights stay."""
     found = RECURRENCES.get(config.model_type)
-    for layer in layers if found is not None else ():
+    if found is None:
+        return
+    for layer in layers:
         module = getattr(layer, found.attribute, None)
         # In some models the attribute is the attention, or nothing, of other layers.
         if isinstance(module, nn.Module) and (found.layer is not Mamba2 or hasattr(module, "A_log")):
