@@ -205,9 +205,9 @@ def test_drafts_change_no_answer(method: str, depth: int, batch: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [*SHORT, *MAMBA])
-def test_drafts_change_no_answer_of_another_kind(kind: str) -> None:
-    for method, depth, batch in (("eagle3", 3, 3), ("ngram", 7, 16), ("near", 5, 3)):
-        check_lossless(method, kind, depth, batch)
+@pytest.mark.parametrize(("method", "depth", "batch"), [("eagle3", 3, 3), ("ngram", 7, 16), ("near", 5, 3)])
+def test_drafts_change_no_answer_of_another_kind(kind: str, method: str, depth: int, batch: int) -> None:
+    check_lossless(method, kind, depth, batch)
 
 
 @pytest.mark.full
