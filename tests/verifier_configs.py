@@ -4,17 +4,23 @@ from collections.abc import Callable
 from typing import Any
 
 from transformers import (
+    BambaConfig,
     DeepseekV3Config,
+    FalconH1Config,
     Gemma3Config,
     Gemma3nTextConfig,
     Gemma3TextConfig,
     Glm4MoeConfig,
     GptOssConfig,
+    GraniteMoeHybridConfig,
+    Lfm2Config,
+    Lfm2MoeConfig,
     Llama4Config,
     MiniMaxM2Config,
     Ministral3Config,
     Mistral3Config,
     MixtralConfig,
+    NemotronHConfig,
     PreTrainedConfig,
     Qwen2_5_VLConfig,
     Qwen3_5Config,
@@ -53,6 +59,7 @@ LINEAR = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
+MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 6, "mamba_n_groups": 2, "mamba_chunk_size": 8}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 
 TINY: dict[str, Callable[[], PreTrainedConfig]] = {
@@ -75,6 +82,46 @@ TINY: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3_5": lambda: Qwen3_5Config(text_config={**SIZES, **LINEAR}),
     "qwen3_5_moe": lambda: Qwen3_5MoeConfig(
         text_config={**SIZES, **EXPERTS, **LINEAR, "intermediate_size": None, "num_experts": 4}
+    ),
+    "lfm2": lambda: Lfm2Config(
+        **WITHOUT_HEAD_DIM,
+        layer_types=["conv", "full_attention", "conv", "full_attention"],
+        block_auto_adjust_ff_dim=False,
+    ),
+    "lfm2_moe": lambda: Lfm2MoeConfig(
+        **WITHOUT_HEAD_DIM,
+        **EXPERTS,
+        num_experts=4,
+        num_dense_layers=1,
+        layer_types=["conv", "full_attention", "conv", "full_attention"],
+    ),
+    "bamba": lambda: BambaConfig(**WITHOUT_HEAD_DIM, **MAMBA, mamba_d_head=16, attn_layer_indices=[1]),
+    "granitemoehybrid": lambda: GraniteMoeHybridConfig(
+        **WITHOUT_HEAD_DIM,
+        **MAMBA,
+        mamba_d_head=16,
+        layer_types=["linear_attention", "full_attention"] * 2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        shared_intermediate_size=16,
+    ),
+    "falcon_h1": lambda: FalconH1Config(**SIZES, **MAMBA, mamba_d_ssm=32, mamba_d_head=8),
+    "falcon_h1_normed": lambda: FalconH1Config(
+        **SIZES, **MAMBA, mamba_d_ssm=32, mamba_d_head=8, mamba_rms_norm=True, ssm_in_multiplier=0.7, key_multiplier=0.6
+    ),
+    "nemotron_h": lambda: NemotronHConfig(
+        **SIZES,
+        **EXPERTS,
+        layer_types=["linear_attention", "full_attention", "linear_attention", "moe"],
+        mamba_num_heads=4,
+        mamba_head_dim=8,
+        ssm_state_size=6,
+        n_groups=2,
+        chunk_size=8,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        moe_shared_expert_intermediate_size=16,
+        rope_theta=1e4,
     ),
     "qwen2_5_vl": lambda: Qwen2_5_VLConfig(
         text_config={

@@ -26,9 +26,21 @@ EMBEDDING_NAMES = (
     "model.embed_tokens.weight",
     "model.language_model.embed_tokens.weight",
     "language_model.model.embed_tokens.weight",
+    "model.embeddings.weight",
+    "backbone.embeddings.weight",
 )
 HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight", "model.language_model.lm_head.weight")
-NORM_NAMES = ("model.norm.weight", "model.language_model.norm.weight", "language_model.model.norm.weight")
+NORM_NAMES = (
+    "model.norm.weight",
+    "model.language_model.norm.weight",
+    "language_model.model.norm.weight",
+    "model.embedding_norm.weight",
+    "model.final_layernorm.weight",
+    "model.norm_f.weight",
+    "backbone.norm_f.weight",
+)
+# What configurations call the epsilon of the final norm; the first that is there counts.
+_EPSILONS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
 
 
 @dataclass(frozen=True)
@@ -135,7 +147,7 @@ def _assemble(
         raise VerifierError(
             f"verifier {source}: head {list(head.shape)}, embedding {list(embedding.shape)}; expected alike"
         )
-    eps = _number(text, "rms_norm_eps", source)
+    eps = next((found for name in _EPSILONS if (found := _number(text, name, source)) is not None), None)
     if eps is None:
         raise VerifierError(f"verifier {source}: no rms_norm_eps in its config; expected a final RMSNorm")
     divisor = _number(text, "logits_scaling", source)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from speculators.errors import EngineError
 from speculators.models.running_state import RunningStates
 
 _FIRST_CAPACITY = 256
@@ -154,6 +155,16 @@ class SlotCache:
             keys_B[rows_B1, :, write.positions_BT] = k_BNTD.transpose(1, 2)
             values_B[rows_B1, :, write.positions_BT] = v_BNTD.transpose(1, 2)
         return keys_B[:, :, : write.end], values_B[:, :, : write.end]
+
+    def read(self, layer: int, write: SlotWrite) -> tuple[Tensor, Tensor]:
+        """Views of a layer's keys and values that the rows of `write` may attend to, [B, N, end, D]; none is written.
+
+        EngineError where the layer has none up to there.
+        """
+        keys, values = self.keys[layer], self.values[layer]
+        if keys is None or values is None or keys.shape[2] < write.end:
+            raise EngineError(f"layer {layer} has no keys and values of {write.end} positions; write them first")
+        return keys[write.rows, :, : write.end], values[write.rows, :, : write.end]
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` entries of one slot over another (when a finished request leaves a hole)."""

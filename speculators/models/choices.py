@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -73,6 +73,8 @@ class DraftChoices(BaseModel):
     """A draft's options: strict, known by name, and fixed once they are made."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    # The most layers of such a draft that a verifier's own checkpoint may have.
+    most_native_layers: ClassVar[int] = 1
 
     @classmethod
     def native_layers(cls, verifier: VerifierShape) -> int | None:

@@ -154,7 +154,7 @@ class VerifierShape:
             model_type=str(text.get("model_type") or config.get("model_type") or ""),
             hidden_size=hidden,
             intermediate_size=dense_width(text, hidden, name_or_path),
-            num_hidden_layers=size_of(text, "num_hidden_layers", name_or_path),
+            num_hidden_layers=_num_layers(text, name_or_path),
             num_attention_heads=heads.num_attention_heads,
             num_key_value_heads=heads.num_key_value_heads,
             head_dim=heads.head_dim,
@@ -168,6 +168,14 @@ class VerifierShape:
             pad_token_id=text.get("pad_token_id"),
             raw=dict(text),
         )
+
+
+def _num_layers(text: Mapping[str, Any], name_or_path: str) -> int:
+    """How many layers there are: the number that is written, or else as many as have a kind (Nemotron-H)."""
+    kinds = text.get("layers_block_type")
+    if text.get("num_hidden_layers") is None and isinstance(kinds, list) and kinds:
+        return len(kinds)
+    return size_of(text, "num_hidden_layers", name_or_path)
 
 
 def _names(value: object, name_or_path: str) -> tuple[str, ...]:

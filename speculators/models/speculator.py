@@ -81,18 +81,21 @@ class Speculator:
         """The draft that a verifier's own checkpoint has, as stored there; embeddings and head are left to it.
 
         `family` is the draft's. It drafts one token a step for each of its layers unless told otherwise. VerifierError
-        where the checkpoint has no such draft, or one of several layers, of which only one is known.
+        where the checkpoint has no such draft, or one of more layers than are known.
         """
         kind = family_of(family, "method")
         directory = resolve(path_or_repo, revision=revision, token=token)
         shape = VerifierShape.from_config_dict(read_config(directory), str(path_or_repo))
         count = kind.draft.native_layers(shape)
-        if count is not None and count > 1:
+        most = kind.draft.most_native_layers
+        if count is not None and count > most:
             raise VerifierError(
-                f"verifier {path_or_repo} has {count} {family} layers of its own; drafts of one are known: {_OTHERS}"
+                f"verifier {path_or_repo} has {count} {family} layers of its own; drafts of up to {most} are known: "
+                f"{_OTHERS}"
             )
         try:
-            config = kind.draft(num_speculative_tokens=1).resolve(shape)
+            choice = kind.draft(num_speculative_tokens=count or 1)
+            config = choice.resolve_native(shape, count) if (count or 1) > 1 else choice.resolve(shape)
         except UsageError as error:
             raise VerifierError(f"{error}; {_OTHERS}") from error
         speculator = cls(config, kind.model(config))

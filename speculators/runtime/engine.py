@@ -189,6 +189,7 @@ class Engine:
                     _padded(kept, width, self.verifier.device),
                     None if out.aux_BTX is None else out.aux_BTX[index, :width],
                     out.normed_BTH[index, :width],
+                    self._cache,
                 )
             )
         for request in self.running:
@@ -291,6 +292,7 @@ class Engine:
                     _padded(nexts, width, device),
                     out.aux_BTX,
                     out.normed_BTH,
+                    self._cache,
                 )
             )
         for request in requests:

@@ -35,13 +35,15 @@ class Plan:
 
     In `config`, method and depth are known, `model` is what drafts (None where nothing is read for it), and
     `parallel_drafting` says how the draft was made. `speculator` is there where the draft is one of our directories.
-    `verifier_revision` is the commit of the verifier's repository that was asked for.
+    `verifier_revision` is the commit of the verifier's repository that was asked for. `assistant`: what drafts reads
+    the verifier's own keys and values.
     """
 
     verifier: str
     config: SpeculativeConfig | None = None
     speculator: Speculator | None = None
     verifier_revision: str | None = None
+    assistant: bool = False
     additional: AdditionalConfig = field(default_factory=AdditionalConfig)
 
     @property
@@ -160,6 +162,7 @@ def _with_files(model: str, method: str | None, config: SpeculativeConfig, revis
     return Plan(
         model,
         replace(config, method=method, model=source, num_speculative_tokens=depth, parallel_drafting=parallel),
+        assistant=kind.assistant,
     )
 
 

@@ -7,7 +7,9 @@ builds the proposer beside the loaded verifier.
 from collections.abc import Callable, Mapping
 
 from speculators.errors import EngineError
+from speculators.formats.hub import resolve
 from speculators.formats.verifier_weights import VerifierWeights
+from speculators.models.gemma4_assistant.network import Gemma4Assistant
 from speculators.models.serving_window import limit_draft_window
 from speculators.models.speculator import Speculator
 from speculators.runtime.config import (
@@ -28,6 +30,7 @@ from speculators.runtime.proposers.draft_model import (
     ParallelDraftModelProposer,
     draft_vocabulary,
 )
+from speculators.runtime.proposers.gemma4_assistant import Gemma4AssistantProposer
 from speculators.runtime.proposers.ngram import NgramProposer, VectorisedNgramProposer
 from speculators.runtime.proposers.proposer import Proposer
 from speculators.runtime.proposers.suffix import SuffixProposer
@@ -49,6 +52,8 @@ def prepare(plan: Plan, verifier: LanguageModel) -> Build | None:
 
 
 def _draft_head(plan: Plan, config: SpeculativeConfig, verifier: LanguageModel) -> Build:
+    if plan.assistant:
+        return _assistant(plan, config, verifier)
     speculator = plan.speculator or _native(plan, config)
     budget = plan.additional.dynamic_spec_config.method
     if budget in CONFIDENCE_HEAD_METHODS and not speculator.draft.tells_confidence:
@@ -67,6 +72,20 @@ def _draft_head(plan: Plan, config: SpeculativeConfig, verifier: LanguageModel) 
             limit_draft_window(placed.draft, window)
         return DraftHeadProposer(
             placed.draft, plan.num_speculative_tokens, limits.num_slots, probabilistic=config.probabilistic
+        )
+
+    return build
+
+
+def _assistant(plan: Plan, config: SpeculativeConfig, verifier: LanguageModel) -> Build:
+    """A draft that has no keys of its own; what it reads has to fit before the verifier's weights are read."""
+    assert config.model is not None
+    assistant = Gemma4Assistant.from_pretrained(resolve(config.model, revision=config.revision))
+    assistant.sizes.key_layers(verifier.config, verifier.name_or_path)
+
+    def build(loaded: Verifier, limits: EngineLimits) -> Proposer:
+        return Gemma4AssistantProposer(
+            assistant, loaded, plan.num_speculative_tokens, probabilistic=config.probabilistic
         )
 
     return build

@@ -57,7 +57,7 @@ class DraftKind:
 
     `depth` is how many tokens a step drafts unless told otherwise, `most` the most it can; None where the file does not
     say. `blocks` take turns where more than that many tokens are drafted. `mask_token_id` stands for tokens that are
-    still to be drafted.
+    still to be drafted. An `assistant` has no keys of its own and reads its verifier's.
     """
 
     method: str
@@ -66,6 +66,7 @@ class DraftKind:
     most: int | None = None
     blocks: int | None = None
     mask_token_id: int | None = None
+    assistant: bool = False
 
 
 def recognise(config: Mapping[str, Any], source: str) -> DraftKind:
@@ -87,6 +88,9 @@ def recognise(config: Mapping[str, Any], source: str) -> DraftKind:
             f"speculative_config: no method can be told from the config.json of {source} ({said}); give method, or a "
             "speculator's directory as the model"
         )
+    if config.get("model_type") in ASSISTANTS:
+        # All of its layers make one token, whose state the next one starts from.
+        return DraftKind(method, None, 1, assistant=True)
     depth = native_depth(config, method)
     most, blocks = (depth, None) if method in _BOUNDED else (None, depth)
     return DraftKind(method, None, depth, most, blocks, mask)

@@ -4,7 +4,7 @@ import os
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from statistics import median
@@ -117,7 +117,7 @@ def measure_costs(verifier: Verifier, proposer: Proposer, *, max_num_seqs: int, 
             ids_BT = torch.zeros(count, width, dtype=torch.int64, device=verifier.device)
             points[count * width] = _time(partial(verifier.forward, ids_BT, cache, write), verifier.device)
         verify[count] = CostTable(points)
-        new = _one_token_each(verifier, rows, starts, max_model_len)
+        new = replace(_one_token_each(verifier, rows, starts, max_model_len), cache=cache)
         points = {0: _time(partial(proposer.observe, new), verifier.device)}
         for depth in {1, most}:
             points[depth] = _time(partial(proposer.propose, new, depth), verifier.device)

@@ -27,14 +27,16 @@ from speculators.errors import VerifierError
 from speculators.models.attention_interface import ATTENTION_NAME, SlotKeyValues, branching, writing
 from speculators.models.branches import Branches
 from speculators.models.cache import SlotCache, SlotWrite
-from speculators.models.gated_delta import GATED_DELTA_MODELS, kept_states, use_slot_states
 from speculators.models.hardware import multiplies_bfloat16, padded_rows
 from speculators.models.layers import use_skinny_linears
 from speculators.models.packed import pack_linears
+from speculators.models.slot_states import RECURRENCES, kept_states, use_slot_states
 from speculators.runtime.description import has_static_rotation
 
 # Kinds of layers that carry a state from token to token beside, or instead of, keys and values.
 _RECURRENT_LAYERS = frozenset({"linear_attention", "mamba", "conv", "recurrent", "hybrid", "hybrid_sliding"})
+# What models call the norm behind their last layer.
+_NORMS = ("norm", "embedding_norm", "final_layernorm", "norm_f")
 _NORMED = -1  # where the states after the final norm are kept among the captured ones
 DTYPES = {
     "float32": torch.float32,
@@ -91,7 +93,7 @@ class Verifier:
         self.config: PretrainedConfig = model.config.get_text_config()
         _require_known_states(model, self.config, name_or_path)
         self._layers, self._norm, self._decoder = _find_decoder(model)
-        use_slot_states(self._layers)
+        use_slot_states(self._layers, self.config)
         self._captured = _Captured()
         modules = [*self._layers, self._norm]
         for layer_id, module in enumerate(modules):
@@ -290,11 +292,13 @@ class Verifier:
 def _find_decoder(model: PreTrainedModel) -> tuple[nn.ModuleList, nn.Module, nn.Module]:
     for decoder in (getattr(model, "model", None), model.get_decoder(), getattr(model, "language_model", None)):
         inner = getattr(decoder, "language_model", decoder)
-        layers, norm = getattr(inner, "layers", None), getattr(inner, "norm", None)
+        layers = getattr(inner, "layers", None)
+        norm = next((getattr(inner, name) for name in _NORMS if hasattr(inner, name)), None)
         if isinstance(layers, nn.ModuleList) and isinstance(norm, nn.Module) and isinstance(inner, nn.Module):
             return layers, norm, inner
     raise VerifierError(
-        f"{type(model).__name__} has no decoder with `layers` and a final `norm`, so its states cannot be captured"
+        f"{type(model).__name__} has no decoder with `layers` and a final norm ({', '.join(_NORMS)}), so its states "
+        "cannot be captured"
     )
 
 
@@ -308,7 +312,7 @@ def _require_known_states(model: PreTrainedModel, config: PretrainedConfig, name
         raise VerifierError(
             f"verifier {name!r} ({config.model_type}) has {', '.join(unknown) or 'recurrent'} layers, whose running "
             "state this engine cannot take back when a draft is rejected; serve it with vLLM, or choose one with "
-            f"attention everywhere, or with the linear attention of {', '.join(sorted(GATED_DELTA_MODELS))}"
+            f"attention everywhere, or one of {', '.join(sorted(RECURRENCES))}"
         )
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from scipy.stats import chi2 as chi2_law
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from speculators.models.draft_model import Proposal
 from speculators.runtime.engine import Engine, EngineLimits
@@ -177,8 +177,8 @@ class MixedDepths:
 @torch.no_grad()
 def stock_law(verifier: Verifier, prompt: list[int]) -> np.ndarray:
     """The probability of every four tokens after a prompt, by transformers' own attention."""
-    config = verifier.model.config.to_dict()
-    model = LlamaForCausalLM(type(verifier.model.config)(**{**config, "attn_implementation": "eager"}))
+    config = type(verifier.model.config).from_dict(verifier.model.config.to_dict())
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     model.load_state_dict(verifier.model.state_dict())
     vocab = verifier.vocab_size
     rows = torch.tensor([[*prompt, *tail] for tail in product(range(vocab), repeat=LENGTH)])

@@ -33,7 +33,7 @@ from speculators.runtime.schema_coverage import schema_coverage
 from speculators.runtime.verifier import Verifier
 from tests.runtime.laws import LEAST, LENGTH, TEMPERATURE, codes, compared, stock_law
 from tests.runtime.laws import PROMPTS as LAW_PROMPTS
-from tests.runtime.served import KINDS, NATIVE, SMALL, Directories
+from tests.runtime.served import GEMMA, KINDS, NATIVE, SMALL, SMALL_GEMMA, Directories
 
 DEPTHS = (1, 2, 3, 5, 7, 16)
 BATCHES = (1, 3, 16)
@@ -45,7 +45,8 @@ REPEATING = "tests.runtime.custom_drafters.Repeating"
 class Case:
     """A method as a user asks for it: `config` makes the keys beside the depth, given the kind of verifier.
 
-    `most` is the deepest draft, `only` the one depth that there is. `drawn` says whether drafts can be drawn.
+    `most` is the deepest draft, `only` the one depth that there is. `drawn` says whether drafts can be drawn. `small`:
+    the verifier of three tokens that it drafts for, if any.
     `vllm_032` is what vLLM 0.32 does with it (facts, from its code and from running it on a CPU).
     """
 
@@ -56,7 +57,7 @@ class Case:
     only: int | None = None
     drawn: bool = True
     verifiers: tuple[str, ...] = KINDS
-    small: bool = True
+    small: str | None = SMALL
 
     def depths(self, asked: Sequence[int] = DEPTHS) -> list[int]:
         """Those of the depths asked for that it admits."""
@@ -95,7 +96,7 @@ CASES = (
         _model("another vocabulary", use_heterogeneous_vocab=True),
         "yes (CPU not tried)",
         drawn=False,
-        small=False,
+        small=None,
     ),
     Case("eagle", _family("eagle"), "yes"),
     Case("eagle3", _family("eagle3"), "yes"),
@@ -114,7 +115,14 @@ CASES = (
         _without_model("mtp"),
         "yes (CPU: one block, not tried)",
         verifiers=(NATIVE,),
-        small=False,
+        small=None,
+    ),
+    Case(
+        "mtp (Gemma 4 assistant)",
+        lambda made, kind: {"method": "mtp", "model": made.assistant(kind)},
+        "yes (CPU not tried)",
+        verifiers=(GEMMA,),
+        small=SMALL_GEMMA,
     ),
     Case("medusa", _family("medusa"), "yes (CPU not tried)", most=7),
     Case("mlp_speculator", _family("mlp_speculator"), "no", most=7),
@@ -125,7 +133,7 @@ CASES = (
         "yes (CPU: with another connector)",
         only=1,
         drawn=False,
-        small=False,
+        small=None,
     ),
 )
 BY_NAME: Mapping[str, Case] = {case.name: case for case in CASES}
@@ -224,17 +232,17 @@ def sampled_p(
 
     `config` has more keys of `speculative_config`.
     """
-    if not case.small:
+    if case.small is None:
         return None
     drawn = {"draft_sample_method": "probabilistic"} if case.drawn else {}
     drawn |= config or {}
-    llm = served(made, case, SMALL, depth, max_num_seqs=64, speculative_config=drawn)
+    llm = served(made, case, case.small, depth, max_num_seqs=64, speculative_config=drawn)
     params = [
         SamplingParams(temperature=TEMPERATURE, max_tokens=LENGTH + i % 5, seed=i, ignore_eos=True)
         for i in range(requests)
     ]
     outputs = llm.generate([LAW_PROMPTS[i % 3] for i in range(requests)], params, use_tqdm=False)
-    verifier = Verifier.from_pretrained(made.verifier(SMALL), dtype="float32")
+    verifier = Verifier.from_pretrained(made.verifier(case.small), dtype="float32")
     statistic, dof = 0.0, 0
     for place, prompt in enumerate(LAW_PROMPTS):
         tokens = torch.tensor([output.outputs[0].token_ids[:LENGTH] for output in outputs[place::3]])

@@ -14,6 +14,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
+    Gemma4AssistantConfig,
+    Gemma4AssistantForCausalLM,
+    Gemma4TextConfig,
     LlamaConfig,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
@@ -34,6 +37,8 @@ from tests.verifier_configs import EXPERTS, SIZES
 KINDS = ("dense", "mixture of experts", "sliding window", "tied embeddings")
 # A verifier of three tokens, whose law can be enumerated, and one whose checkpoint has an MTP block.
 SMALL, NATIVE = "three tokens", "with an MTP block"
+# One whose assistants read its keys.
+GEMMA, SMALL_GEMMA = "gemma 4", "gemma 4 of three tokens"
 # With as many layers as guides name.
 DEEP = "36 layers"
 WIDE = 0.25
@@ -59,11 +64,77 @@ def configured(kind: str, vocab_size: int) -> PreTrainedConfig:
         return LlamaConfig(**{**sizes, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None})
     if kind == DEEP:
         return LlamaConfig(**{**sizes, "num_hidden_layers": 36})
+    if kind == GEMMA:
+        return gemma4_config(vocab_size)
+    if kind == SMALL_GEMMA:
+        return gemma4_config(vocab_size, bos_token_id=None, eos_token_id=None, pad_token_id=None)
     if kind == "mixture of experts":
         return Qwen3MoeConfig(**sizes, **EXPERTS, num_experts=4)
     if kind == "sliding window":
         return Gemma3TextConfig(**sizes, sliding_window=4)
     return LlamaConfig(**sizes, tie_word_embeddings=kind == "tied embeddings")
+
+
+def gemma4_config(vocab_size: int, **changes: Any) -> Gemma4TextConfig:
+    """Windows of 4 in two of three layers, heads of two sizes, and two last layers without keys of their own."""
+    sizes = {
+        **SIZES,
+        "vocab_size": vocab_size,
+        "max_position_embeddings": 8192,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "global_head_dim": 16,
+        "sliding_window": 4,
+        "hidden_size_per_layer_input": 4,
+        "vocab_size_per_layer_input": vocab_size,
+        "final_logit_softcapping": 30.0,
+    }
+    return Gemma4TextConfig(**sizes | changes)
+
+
+def assistant_config(verifier: Gemma4TextConfig, *, ordered: bool = False, **changes: Any) -> Gemma4AssistantConfig:
+    """Four layers of half the verifier's width; with `ordered` embeddings, a quarter of the tokens has logits."""
+    text = {
+        "vocab_size": verifier.vocab_size,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        "sliding_window": 4,
+        "num_kv_shared_layers": 4,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 0,
+        "attention_k_eq_v": verifier.attention_k_eq_v,
+        "num_global_key_value_heads": verifier.per_layer_config[2].num_key_value_heads,
+    }
+    keys = {key: changes.pop(key) for key in list(changes) if key in text}
+    groups = {"use_ordered_embeddings": True, "num_centroids": 8, "centroid_intermediate_top_k": 2} if ordered else {}
+    options = {"backbone_hidden_size": verifier.hidden_size, **groups, **changes}
+    return Gemma4AssistantConfig(text_config=Gemma4TextConfig(**text | keys), **options)
+
+
+def save_assistant(directory: Path, config: Gemma4AssistantConfig, *, seed: int = 5) -> Path:
+    """Save a random float32 assistant."""
+    model = Gemma4AssistantForCausalLM(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            drawn = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.3 * drawn if "norm" in name else WIDE * drawn)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.fill_(0.8)
+            if name.endswith("token_ordering"):
+                buffer.copy_(torch.randperm(len(buffer), generator=generator))
+    model.save_pretrained(directory)
+    return directory
 
 
 def word_tokenizer(size: int) -> PreTrainedTokenizerFast:
@@ -128,7 +199,7 @@ class Directories:
         return make_tokenizer()
 
     def verifier(self, kind: str = "dense") -> str:
-        """A verifier of one of `KINDS`, or the one of `SMALL` or of `NATIVE`."""
+        """A verifier of one of `KINDS`, or of the other kinds above."""
         path = self._path("verifier", kind)
         if path.exists():
             return str(path)
@@ -137,7 +208,7 @@ class Directories:
             save(path, verifier, "glm", block_for(verifier, "glm"))
             word_tokenizer(verifier.vocab_size).save_pretrained(path)
         else:
-            tokenizer = word_tokenizer(3) if kind == SMALL else self.tokenizer
+            tokenizer = word_tokenizer(3) if kind in (SMALL, SMALL_GEMMA) else self.tokenizer
             save_model(path, configured(kind, len(tokenizer)), tokenizer)
         return str(path)
 
@@ -161,6 +232,14 @@ class Directories:
         speculator = Speculator.create(resolved, load_verifier_weights(verifier), vocab, seed=3)
         randomize(speculator, 3, 0.1)
         speculator.save_pretrained(path, torch.float32)
+        return str(path)
+
+    def assistant(self, kind: str = GEMMA, *, ordered: bool = True) -> str:
+        """What reads the keys of the verifier of `GEMMA`, or of `SMALL_GEMMA`, whose tokens are too few to group."""
+        path = self._path("assistant", kind, str(ordered))
+        if not path.exists():
+            config = Gemma4TextConfig.from_pretrained(self.verifier(kind))
+            save_assistant(path, assistant_config(config, ordered=ordered and kind == GEMMA))
         return str(path)
 
     def draft_model(self, style: str = "near", kind: str = "dense") -> str:

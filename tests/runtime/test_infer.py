@@ -155,8 +155,8 @@ RECOGNISED: list[tuple[dict[str, Any], str, int | None]] = [
     ({"architectures": ["Qwen3DSparkModel"], "dspark_block_size": 7}, "dspark", 7),
     ({"model_type": "deepseek_mtp", "num_nextn_predict_layers": 1}, "mtp", 1),
     ({"architectures": ["Qwen3NextMTP"], "mtp_num_hidden_layers": 2}, "mtp", 2),
-    ({"model_type": "gemma4_assistant", "architectures": ["Gemma4AssistantForCausalLM"]}, "mtp", None),
-    ({"model_type": "gemma4_unified_assistant"}, "mtp", None),
+    ({"model_type": "gemma4_assistant", "architectures": ["Gemma4AssistantForCausalLM"]}, "mtp", 1),
+    ({"model_type": "gemma4_unified_assistant"}, "mtp", 1),
 ]
 
 

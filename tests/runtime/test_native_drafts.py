@@ -191,8 +191,10 @@ def test_verifiers_without_a_block_say_what_else_there_is(tiny_verifier: Path, t
         VerifierError, match=f"no mtp layer among its tensors, although its configuration says 1.*{advice}"
     ):
         Speculator.from_verifier(configured(num_nextn_predict_layers=1), "mtp")
-    with pytest.raises(VerifierError, match=f"has 3 mtp layers of its own; drafts of one are known.*{advice}"):
+    with pytest.raises(VerifierError, match=f"no mtp layer .* although its configuration says 3.*{advice}"):
         Speculator.from_verifier(configured(mtp_num_hidden_layers=3), "mtp")
+    with pytest.raises(VerifierError, match=f"has 17 mtp layers of its own; drafts of up to 16 are known.*{advice}"):
+        Speculator.from_verifier(configured(mtp_num_hidden_layers=17), "mtp")
     with pytest.raises(UsageError, match="num_nextn_predict_layers is 'two'; expected a whole number"):
         Speculator.from_verifier(configured(num_nextn_predict_layers="two"), "mtp")
     with pytest.raises(VerifierError, match=f"is of type 'gemma3_text'; MTP blocks are known for.*{advice}"):

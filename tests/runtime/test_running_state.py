@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
-    FalconH1Config,
-    Lfm2Config,
+    JambaConfig,
     Mamba2Config,
     PreTrainedConfig,
     PreTrainedModel,
@@ -31,7 +30,10 @@ from tests.runtime.draft_models import CONTEXT, PROMPTS, answers, greedy_params,
 from tests.runtime.parts import random_speculator
 from tests.verifier_configs import SIZES, TINY, VOCAB
 
-KINDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+DELTA = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+SHORT = ("lfm2", "lfm2_moe")
+MAMBA = ("bamba", "granitemoehybrid", "falcon_h1", "falcon_h1_normed", "nemotron_h")
+KINDS = (*DELTA, *SHORT, *MAMBA)
 DEPTHS, BATCHES = (1, 2, 3, 5, 7, 16), (1, 3, 16)
 
 
@@ -202,18 +204,27 @@ def test_drafts_change_no_answer(method: str, depth: int, batch: int) -> None:
     check_lossless(method, "qwen3_next", depth, batch)
 
 
+@pytest.mark.parametrize("kind", [*SHORT, *MAMBA])
+@pytest.mark.parametrize(("method", "depth", "batch"), [("eagle3", 3, 3), ("ngram", 7, 16), ("near", 5, 3)])
+def test_drafts_change_no_answer_of_another_kind(kind: str, method: str, depth: int, batch: int) -> None:
+    check_lossless(method, kind, depth, batch)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("depth", "batch"), list(itertools.product(DEPTHS, BATCHES)))
 @pytest.mark.parametrize("method", ["eagle3", "ngram", "same", "near"])
-@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5"])
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5", "lfm2", "bamba", "falcon_h1", "nemotron_h"])
 def test_drafts_change_no_answer_at_any_depth_and_batch(kind: str, method: str, depth: int, batch: int) -> None:
     check_lossless(method, kind, depth, batch)
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_looked_up_drafts_are_accepted_in_part(depth: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "depth"),
+    [*(("qwen3_next", depth) for depth in DEPTHS), ("lfm2", 2), ("bamba", 3), ("falcon_h1", 5), ("nemotron_h", 7)],
+)
+def test_looked_up_drafts_are_accepted_in_part(kind: str, depth: int) -> None:
     """Texts over six tokens repeat themselves, so that windows are rejected anywhere."""
-    config = TINY["qwen3_next"]()
+    config = TINY[kind]()
     config.vocab_size = 6
     verifier = model_of(config)
     prompts = [[3, 5, 3, 5, 3], [4], [1, 2, 3, 1, 2, 3], [5] * 7, [0, 4, 4, 0, 4, 4, 0], [2, 1]]
@@ -254,8 +265,7 @@ def test_costs_are_measured_behind_a_context_that_was_never_written(monkeypatch:
 @pytest.mark.parametrize(
     ("config", "kinds"),
     [
-        (lambda: Lfm2Config(**SIZES, layer_types=["conv", "full_attention"] * 2), r"\(lfm2\) has conv layers"),
-        (lambda: FalconH1Config(**SIZES, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8), r"\(falcon_h1\) has "),
+        (lambda: JambaConfig(**SIZES, num_experts=2, mamba_d_state=4), r"\(jamba\) has linear_attention layers"),
         (
             lambda: Mamba2Config(vocab_size=64, hidden_size=32, num_heads=8, head_dim=8, num_hidden_layers=2),
             r"\(mamba2\)",

@@ -141,17 +141,23 @@ def alone(layer: MtpLayerConfig) -> PretrainedConfig:
     elif layer.style.moe == "none":
         given.pop("num_experts", None)
     if layer.layer_types is not None:
-        given["layer_types"] = ["full_attention"]
-    given |= {"num_hidden_layers": 1, "use_sliding_window": False} | _NO_TOKENS
+        given["layer_types"] = ["full_attention" if layer.window is None else "sliding_attention"]
+    given |= {"num_hidden_layers": 1, "use_sliding_window": layer.window is not None} | _NO_TOKENS
+    if layer.window is not None:
+        given["sliding_window"] = layer.window
     given |= {"attn_implementation": ATTENTION_NAME, "experts_implementation": "eager"}
     return LAYER_CLASSES[layer.model_type].config(**given)
 
 
-def build_block(layer: MtpLayerConfig) -> nn.Module:
-    """The block, with transformers' initial values (experts without any); see `MtpBlock` for what it offers."""
+def build_block(layer: MtpLayerConfig, place: int = 0) -> nn.Module:
+    """A block, with transformers' initial values (experts without any); see `MtpBlock` for what it offers.
+
+    `place` is the layer of a cache that its keys go to.
+    """
     classes, config = LAYER_CLASSES[layer.model_type], alone(layer)
     hidden, eps = layer.hidden_size, layer.rms_norm_eps
     block = classes.layer(config, 0)
+    cast(Any, block).self_attn.layer_idx = place
     for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
         block.add_module(name, classes.norm(hidden, eps=eps))
     block.add_module("input_proj", SkinnyLinear(2 * hidden, hidden, bias=False))

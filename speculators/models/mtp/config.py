@@ -6,10 +6,12 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from speculators.errors import FormatError
 from speculators.formats.config import SpeculatorConfig, TensorSpec
 from speculators.models.mtp.layer_config import MtpLayerConfig
 
 PREFIX = "mtp_layers.0."
+MOST_BLOCKS = 16
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -23,7 +25,7 @@ class MtpConfig(SpeculatorConfig):
     architectures: list[str] = Field(default=["MTPDraftModel"], min_length=1)
     speculators_model_type: Literal["mtp"] = Field(default="mtp", description="the speculator's family")
     transformer_layer_config: MtpLayerConfig
-    num_nextn_predict_layers: Literal[1] = Field(default=1, description="blocks, of which only one is known")
+    num_nextn_predict_layers: int = Field(default=1, ge=1, le=1, description="blocks, of which only one is known")
 
     def to_json(self) -> dict[str, Any]:
         """Return what `config.json` holds, the layer block as it is written."""
@@ -62,15 +64,39 @@ class MtpConfig(SpeculatorConfig):
         }
         shapes |= {f"self_attn.{name}": shape for name, shape in _attention_shapes(layer).items()}
         shapes |= {f"mlp.{name}": shape for name, shape in _mlp_shapes(layer).items()}
-        tensors = {f"{PREFIX}{name}": TensorSpec(shape) for name, shape in shapes.items()}
+        specs = {name: TensorSpec(shape) for name, shape in shapes.items()}
         if layer.style.moe == "after_dense" and layer.num_routed_experts:
             # Rounded to half precision, these offsets would choose other experts.
-            name = f"{PREFIX}mlp.gate.e_score_correction_bias"
-            tensors[name] = TensorSpec((layer.num_routed_experts,), "float32")
+            specs["mlp.gate.e_score_correction_bias"] = TensorSpec((layer.num_routed_experts,), "float32")
+        blocks = range(self.num_nextn_predict_layers)
+        tensors = {f"mtp_layers.{block}.{name}": spec for block in blocks for name, spec in specs.items()}
         return tensors | {
             "embed_tokens.weight": TensorSpec((vocab, hidden), required=False),
             "lm_head.weight": TensorSpec((vocab, hidden), required=False),
         }
+
+
+class NativeMtpConfig(MtpConfig):
+    """Several MTP blocks of a verifier's own checkpoint, of which block i drafts token i of a step.
+
+    It is never written: a speculator's directory has one block, as its format says.
+    """
+
+    num_nextn_predict_layers: int = Field(default=1, ge=1, le=MOST_BLOCKS)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `config.json` holds; FormatError where that would be more than one block."""
+        count = self.num_nextn_predict_layers
+        if count != 1:
+            raise FormatError(
+                f"{count} MTP blocks: a speculator's config.json says num_nextn_predict_layers 1; serve these from the "
+                "verifier's own checkpoint (method 'mtp' without a model)"
+            )
+        return super().to_json()
+
+    def network(self) -> str:
+        """Say in a few words what the draft is made of."""
+        return f"{self.num_nextn_predict_layers} blocks, each of {super().network()}"
 
 
 def _attention_shapes(layer: MtpLayerConfig) -> Shapes:

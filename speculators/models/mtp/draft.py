@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -11,7 +11,7 @@ from speculators.errors import UsageError
 from speculators.formats.config import MAX_SPECULATIVE_TOKENS
 from speculators.models.choices import DraftChoices, completed
 from speculators.models.family import VerifierShape
-from speculators.models.mtp.config import MtpConfig
+from speculators.models.mtp.config import MOST_BLOCKS, MtpConfig, NativeMtpConfig
 from speculators.models.mtp.styles import STYLES
 
 # What a shape that was put together by hand says about a dense layer.
@@ -38,6 +38,7 @@ _LAYER_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 class MtpDraft(DraftChoices):
     """An MTP draft is a layer of its verifier's kind, so that only the number of drafted tokens is left to choose."""
 
+    most_native_layers: ClassVar[int] = MOST_BLOCKS
     num_speculative_tokens: int = Field(default=3, gt=0, le=MAX_SPECULATIVE_TOKENS)
 
     @classmethod
@@ -52,12 +53,19 @@ class MtpDraft(DraftChoices):
             return count
         return None
 
+    def resolve_native(self, verifier: VerifierShape, count: int) -> MtpConfig:
+        """The configuration of `count` blocks of the verifier's own; errors are those of `resolve`."""
+        return self._completed(NativeMtpConfig, verifier, num_nextn_predict_layers=count)
+
     def resolve(self, verifier: VerifierShape) -> MtpConfig:
         """Complete the choice with the verifier's configuration.
 
         Raises UsageError for a verifier whose layers no MTP block is known for, FormatError where its configuration
         lacks what the block needs.
         """
+        return self._completed(MtpConfig, verifier)
+
+    def _completed(self, kind: type[MtpConfig], verifier: VerifierShape, **fields: Any) -> MtpConfig:
         if verifier.model_type not in STYLES:
             raise UsageError(
                 f"verifier {verifier.name_or_path!r} is of type {verifier.model_type!r}; MTP blocks are known for "
@@ -65,4 +73,4 @@ class MtpDraft(DraftChoices):
             )
         layer: Mapping[str, Any] = verifier.raw or {key: getattr(verifier, key) for key in _SHAPE_KEYS}
         given = {**layer, "model_type": verifier.model_type}
-        return completed(MtpConfig, self.num_speculative_tokens, verifier, transformer_layer_config=given)
+        return completed(kind, self.num_speculative_tokens, verifier, transformer_layer_config=given, **fields)

@@ -1,7 +1,7 @@
 """`transformer_layer_config` of an MTP block: the verifier's own configuration (free of torch).
 
-The block is one full-attention layer of the verifier's kind. Keys that its numbers depend on are checked here; the
-others are the verifier's business and are carried along.
+The block is one layer of the verifier's kind, with full attention unless all of the verifier's have a window. Keys that
+its numbers depend on are checked here; the others are the verifier's business and are carried along.
 """
 
 from __future__ import annotations
@@ -143,7 +143,23 @@ class MtpLayerConfig(Strict):
         if self.style.moe == "after_dense":
             return self.num_hidden_layers
         kinds = self.layer_types or ["full_attention"] * self.num_hidden_layers
-        return max((index for index, kind in enumerate(kinds) if kind == "full_attention"), default=len(kinds) - 1)
+        # Of windows, where there is nothing else: a linear layer is no model of the block.
+        for wanted in ("full_attention", "sliding_attention"):
+            if wanted in kinds:
+                return len(kinds) - 1 - kinds[::-1].index(wanted)
+        return len(kinds) - 1
+
+    @property
+    def window(self) -> int | None:
+        """How many of the last positions the block sees; None for all, as where any of the verifier's layers does."""
+        return self.sliding_window if self._all_sliding else None
+
+    @property
+    def _all_sliding(self) -> bool:
+        if self.model_type == "qwen3_moe":
+            # Its layers are all of one kind, and no `layer_types` says which.
+            return bool(self.use_sliding_window)
+        return self.layer_types is not None and "full_attention" not in self.layer_types
 
     @property
     def has_qk_norm(self) -> bool:
@@ -204,10 +220,10 @@ class MtpLayerConfig(Strict):
         kinds = self.layer_types
         if kinds is not None and len(kinds) != self.num_hidden_layers:
             yield f"layer_types has {len(kinds)} entries; num_hidden_layers is {self.num_hidden_layers}"
-        if kinds is not None and "full_attention" not in kinds:
-            yield "layer_types has no full_attention, which the block is made of"
-        if self.model_type == "qwen3_moe" and self.use_sliding_window:
-            yield "use_sliding_window is true: every layer of the verifier has a window; the block is full attention"
+        if kinds is not None and not {"full_attention", "sliding_attention"} & set(kinds):
+            yield "layer_types has neither full_attention nor sliding_attention, which the block is made of"
+        if self._all_sliding and self.sliding_window is None:
+            yield "sliding_window is missing, although every layer of the verifier has a window; write it"
 
     def _router_contradictions(self) -> Iterator[str]:
         experts, chosen = self.num_routed_experts, self.num_experts_per_tok or 0

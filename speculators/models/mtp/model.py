@@ -1,12 +1,14 @@
 """The MTP network: one block applied to its own output, over packed documents for training and over a cache in serving.
 
 Position p carries the verifier's state of token p after its final norm and the embedding of token p+1, and predicts
-token p+2; its rotary position is p. Shape suffixes as in `draft_model`; C positions of a packed batch.
+token p+2; its rotary position is p. A verifier's own checkpoint may have several blocks, each of which goes on from the
+one before it (see `turns`); they are served and not trained. Shape suffixes as in `draft_model`; C positions of a batch
+that is packed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +27,8 @@ from speculators.models.mtp.block import MtpBlock, build_block, build_rotary, ca
 from speculators.models.mtp.config import PREFIX, MtpConfig
 from speculators.models.mtp.native import read_native
 from speculators.models.mtp.stitch import stitch
-from speculators.models.proposing import Drafts, at_last, normed_states
+from speculators.models.mtp.turns import Turn, TurnCache
+from speculators.models.proposing import Drafts, normed_states
 
 Part = Literal["router", "experts"]
 _PART_PREFIXES: dict[Part, str] = {"router": f"{PREFIX}mlp.gate.", "experts": f"{PREFIX}mlp.experts."}
@@ -53,7 +56,7 @@ class MtpModel(DraftModel):
     def __init__(self, config: MtpConfig) -> None:
         super().__init__(config)
         layer = config.transformer_layer_config
-        self.mtp_layers = nn.ModuleList([build_block(layer)])
+        self.mtp_layers = nn.ModuleList(build_block(layer, place) for place in range(config.num_nextn_predict_layers))
         self.rotary = build_rotary(layer)
         # Without storage until a checkpoint or the verifier gives them their values.
         hidden, vocab = layer.hidden_size, layer.vocab_size
@@ -76,8 +79,9 @@ class MtpModel(DraftModel):
             buffer.zero_()
 
     def native_tensors(self, directory: Path, weights: VerifierWeights) -> dict[str, Tensor]:
-        """The block that the verifier's checkpoint has, if any; see `native.read_native`."""
-        return read_native(directory, self.config.transformer_layer_config.num_hidden_layers, weights)
+        """The blocks that the verifier's checkpoint has, if any; see `native.read_native`."""
+        layers, count = self.config.transformer_layer_config.num_hidden_layers, self.config.num_nextn_predict_layers
+        return read_native(directory, layers, weights, count)
 
     def stitch(self, verifier: Path, directory: Path) -> None:
         """Write a copy of a verifier's checkpoint with this block in the place of its own; see `stitch.stitch`."""
@@ -95,26 +99,24 @@ class MtpModel(DraftModel):
         hidden_BCH, steps = inputs.states_CH[None].to(self.dtype), []
         options = {"documents": inputs.document_lengths}
         for token_ids_C in inputs.token_ids_KC:
-            step = partial(self._apply_block, positions_BT=inputs.positions_C[None], options=options)
+            step = partial(self._apply_block, self.block, positions_BT=inputs.positions_C[None], options=options)
             hidden_BCH = self.segment(step, token_ids_C[None], hidden_BCH)
             steps.append(hidden_BCH[0])
         return steps
 
     def _apply_block(
-        self, token_ids_BT: Tensor, hidden_BTH: Tensor, positions_BT: Tensor, options: dict[str, Any]
+        self, block: MtpBlock, token_ids_BT: Tensor, hidden_BTH: Tensor, positions_BT: Tensor, options: dict[str, Any]
     ) -> Tensor:
-        """The block on one step's tokens and states; `options` tell `attention_interface.attention` where keys lie."""
-        block = self.block
-        inputs_BTH = self._join(token_ids_BT, hidden_BTH, positions_BT)
+        """A block on one step's tokens and states; `options` tell `attention_interface.attention` where keys lie."""
+        inputs_BTH = self._join(block, token_ids_BT, hidden_BTH, positions_BT)
         turns = self.rotary(inputs_BTH, positions_BT)
         out = block(inputs_BTH, position_embeddings=turns, position_ids=positions_BT, attention_mask=None, **options)
         normed: Tensor = block.final_layernorm(out)
         return normed
 
     @compilable
-    def _join(self, token_ids_BT: Tensor, hidden_BTH: Tensor, positions_BT: Tensor) -> Tensor:
+    def _join(self, block: MtpBlock, token_ids_BT: Tensor, hidden_BTH: Tensor, positions_BT: Tensor) -> Tensor:
         """Tokens and states side by side -> what enters the layer."""
-        block = self.block
         embeds_BTH = self.embed_tokens(token_ids_BT).to(self.dtype)
         if self.config.transformer_layer_config.style.zero_first:
             embeds_BTH = embeds_BTH * (positions_BT != 0)[:, :, None]
@@ -123,28 +125,44 @@ class MtpModel(DraftModel):
         return entered
 
     def make_cache(self, num_slots: int) -> SlotCache:
-        """An empty cache of the block's keys and values for `num_slots` requests."""
-        return SlotCache(1, num_slots, dtype=self.dtype, device=self.device)
+        """An empty cache of the blocks' keys and values for `num_slots` requests."""
+        hidden = self.config.transformer_layer_config.hidden_size
+        return TurnCache(len(self.mtp_layers), num_slots, hidden, dtype=self.dtype, device=self.device)
 
     @torch.no_grad()
     def propose(self, context: DraftContext, num_tokens: int, sampler: DraftSampler) -> Proposal:
         """Bring the cache in step with the verified tokens and draft `num_tokens` more, one after another.
 
-        What drafted positions write is overwritten once their tokens are verified.
+        Each block drafts one token. Where more are asked for, the blocks take turns, and a turn goes on from the
+        outputs of the one before it as if they were the verifier's states. What drafted positions write is overwritten
+        once their tokens are verified.
         """
-        drafts = Drafts(self, sampler, num_tokens)
+        drafts, cache, count = Drafts(self, sampler, num_tokens), cast(TurnCache, context.cache), len(self.mtp_layers)
         states_BTH = normed_states(context).to(self.dtype)
-        hidden_BTH = self._extend(context.token_ids_BT, states_BTH, context, context.starts)
-        hidden_B1H = at_last(hidden_BTH, context)[:, None]
-        for step in range(num_tokens):
-            if step:
-                starts = [end + step - 1 for end in context.ends]
-                hidden_B1H = self._extend(drafts.token_ids[-1][:, None], hidden_B1H, context, starts)
-            drafts.draw(self.lm_head(hidden_B1H).squeeze(1))
+        turn = cache.turn(context.rows, context.token_ids_BT, states_BTH, context.starts, context.lengths)
+        cache.keep(context.rows, turn)
+        # All blocks: those of tokens that are not asked for have to know these positions later.
+        outputs, ends = self._take_turn(turn, context, drafts, num_tokens, count), context.ends
+        while len(drafts.token_ids) < num_tokens:
+            more = min(num_tokens - len(drafts.token_ids), count)
+            ids_BT, states_BTH = torch.stack(drafts.token_ids[-count:], 1), torch.stack(outputs, 1)
+            turn = cache.turn(context.rows, ids_BT, states_BTH, ends, [count] * len(ends))
+            outputs, ends = self._take_turn(turn, context, drafts, num_tokens, more), [end + count for end in ends]
         return drafts.proposal(context)
 
-    def _extend(self, token_ids_BT: Tensor, hidden_BTH: Tensor, context: DraftContext, starts: Sequence[int]) -> Tensor:
-        """Run the block at new positions, whose keys and values go into the cache."""
-        write = SlotWrite.at(context.rows, starts, token_ids_BT.shape[1], token_ids_BT.device)
+    def _take_turn(
+        self, turn: Turn, context: DraftContext, drafts: Drafts, num_tokens: int, count: int
+    ) -> list[Tensor]:
+        """Run the first `count` blocks, and draw a token after each while more are wanted; last outputs [B, H]."""
+        width = turn.token_ids_BW.shape[1]
+        write = SlotWrite.at(context.rows, turn.starts, width, turn.token_ids_BW.device)
         options = {"slot_write": write, self._cache_argument: SlotKeyValues(context.cache, write)}
-        return self._apply_block(token_ids_BT, hidden_BTH, write.positions_BT, options)
+        ids_BW, hidden_BWH, outputs = turn.token_ids_BW, turn.states_BWH, []
+        for block in list(self.mtp_layers)[:count]:
+            hidden_BWH = self._apply_block(cast(MtpBlock, block), ids_BW, hidden_BWH, write.positions_BT, options)
+            outputs.append(turn.at_last(hidden_BWH))
+            token_B = ids_BW.new_zeros(len(ids_BW))
+            if len(drafts.token_ids) < num_tokens:
+                token_B = drafts.draw(self.lm_head(outputs[-1][:, None]).squeeze(1))
+            ids_BW = turn.shifted(ids_BW, token_B)
+        return outputs

@@ -9,25 +9,26 @@ import torch
 from torch import Tensor
 
 from speculators.formats.faults import error_of, fault
-from speculators.formats.mtp_names import Change, Origin, find_layout
+from speculators.formats.mtp_names import Change, Origin, find_layouts
 from speculators.formats.verifier_weights import VerifierTensors, VerifierWeights
 
 
-def read_native(directory: Path, num_hidden_layers: int, weights: VerifierWeights) -> dict[str, Tensor]:
-    """The MTP block of a verifier's checkpoint, by our names and as stored; empty where it has none.
+def read_native(directory: Path, num_hidden_layers: int, weights: VerifierWeights, count: int = 1) -> dict[str, Tensor]:
+    """The `count` MTP blocks of a verifier's checkpoint, by our names and as stored; empty where it has none.
 
-    Of the files only the block's tensors are read, so that files with nothing of it may be absent. FormatError where
-    the block is not understood or not whole, or has an embedding or a head that is not the verifier's.
+    Of the files only the blocks' tensors are read, so that files with nothing of them may be absent. FormatError where
+    there are fewer or more blocks, where one is not understood or not whole, or has an embedding or a head that is not
+    the verifier's.
     """
     tensors = VerifierTensors(directory)
-    layout = find_layout(tensors.names, num_hidden_layers)
-    if layout is None:
-        return {}
-    for name, source in layout.repeats(tensors.names).items():
-        if not torch.equal(tensors.read(name), getattr(weights, source)):
-            text = f"{name} is another than the verifier's {source}, which a draft here shares with it"
-            raise error_of([fault("unknown-tensor", text)], directory)
-    return from_native(layout.origins(tensors.names), tensors.read)
+    found: dict[str, Tensor] = {}
+    for layout in find_layouts(tensors.names, num_hidden_layers, count):
+        for name, source in layout.repeats(tensors.names).items():
+            if not torch.equal(tensors.read(name), getattr(weights, source)):
+                text = f"{name} is another than the verifier's {source}, which a draft here shares with it"
+                raise error_of([fault("unknown-tensor", text)], directory)
+        found |= from_native(layout.origins(tensors.names), tensors.read)
+    return found
 
 
 def from_native(origins: Mapping[str, Origin], read: Callable[[str], Tensor]) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from speculators.errors import EngineError
 from speculators.models.cache import SlotWrite
 from speculators.models.draft_model import DraftSampler, Proposal
-from speculators.models.gated_delta import kept_states
+from speculators.models.slot_states import kept_states
 from speculators.runtime.description import LanguageModel, has_static_rotation
 from speculators.runtime.proposers.draft_head import RowSampler, require_slots
 from speculators.runtime.proposers.proposer import NewTokens
@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 # Where the config of a model that was trained to draft in parallel names the token that stands for one to be drafted.
 MASK_TOKEN_KEYS = ("pard_token", "mask_token_id", "ptd_token_id")
-# Layers whose cache forgets by moving a length; others are known where `kept_states` has them.
-_ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+# Layers whose cache forgets by moving a length, or that have none; others are known where `kept_states` has them.
+_FORGETFUL_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "moe", "mlp"})
 
 
 @dataclass
@@ -352,7 +352,7 @@ def _known(new: NewTokens) -> list[int]:
 
 
 def _require_known_layers(draft: LanguageModel) -> None:
-    known = _ATTENTION_LAYERS | kept_states(draft.config)
+    known = _FORGETFUL_LAYERS | kept_states(draft.config)
     others = sorted(set(getattr(draft.config, "layer_types", None) or ()) - known)
     if others:
         raise EngineError(

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from speculators.models.cache import SlotCache
 from speculators.models.draft_model import Proposal
 from speculators.runtime.request import Request
 
@@ -15,7 +16,8 @@ class NewTokens:
     """What the verifier has just computed for the requests of cache rows `rows`.
 
     Row b has `lengths[b]` new positions from `starts[b]` on; `next_ids_BT` holds the token after each of them,
-    `aux_BTX` and `normed_BTH` (after its final norm) the verifier's states there. All are right-padded.
+    `aux_BTX` and `normed_BTH` (after its final norm) the verifier's states there. All are right-padded. `cache` has the
+    verifier's own keys and values of all positions (None where nobody reads them).
     """
 
     rows: slice
@@ -25,6 +27,7 @@ class NewTokens:
     next_ids_BT: Tensor
     aux_BTX: Tensor | None
     normed_BTH: Tensor
+    cache: SlotCache | None = None
 
 
 class Proposer(Protocol):

@@ -34,6 +34,8 @@ class DenseBlock(nn.Module):
         # A norm whose weight starts at 0 multiplies by 1 + weight.
         self.offset = 1.0 if not self.layer.input_layernorm.weight.detach().any() else 0.0
         self.zero_first = kind in ZERO_FIRST
+        # Only where every layer of the verifier has one.
+        self.window = config["sliding_window"] if config.get("max_window_layers") == 0 else None
         inner = {
             name.removeprefix(PREFIX): tensor.clone() for name, tensor in tensors.items() if name.startswith(PREFIX)
         }
@@ -59,8 +61,10 @@ class DenseBlock(nn.Module):
         joined = torch.cat((self.norm("token_layernorm", embeds_TH), self.norm("hidden_layernorm", states_TH)), -1)
         inputs = (joined @ self.around["input_proj"].T)[None]
         positions = torch.arange(len(token_ids_T))[None]
-        future = torch.ones(len(token_ids_T), len(token_ids_T), dtype=torch.bool).triu(1)
-        mask = torch.zeros(future.shape).masked_fill(future, torch.finfo(torch.float32).min)[None, None]
+        unseen = torch.ones(len(token_ids_T), len(token_ids_T), dtype=torch.bool).triu(1)
+        if self.window is not None:
+            unseen |= torch.ones_like(unseen).tril(-self.window)
+        mask = torch.zeros(unseen.shape).masked_fill(unseen, torch.finfo(torch.float32).min)[None, None]
         out = self.layer(
             inputs, position_embeddings=self.rotary(inputs, positions), position_ids=positions, attention_mask=mask
         )

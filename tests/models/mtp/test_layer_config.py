@@ -118,6 +118,14 @@ def test_windows_of_a_verifier_are_spelled_out() -> None:
     assert layer.layer_types == ["full_attention"] * 2 + ["sliding_attention"] * 2
     assert layer.layer_index == 1
     assert build_block(layer).self_attn.sliding_window is None
+    all_of_them = [
+        {**raw, "max_window_layers": 0},
+        {**RAW["qwen3_moe"], "use_sliding_window": True, "sliding_window": 8},
+    ]
+    for windowed in all_of_them:
+        layer = MtpLayerConfig.model_validate(windowed)
+        assert (layer.layer_index, layer.window) == (3, 8)
+        assert build_block(layer).self_attn.sliding_window == 8
 
 
 def test_the_golden_folder_is_read_and_written_without_its_noise() -> None:
@@ -163,9 +171,10 @@ def test_a_text_part_and_a_shape_made_by_hand() -> None:
         ("qwen3", {"rope_theta": 5.0}, (), "rope_theta is 5.0 but rope_parameters says 1000000"),
         ("qwen3", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, (), "a rope_type of default"),
         ("qwen3", {"partial_rotary_factor": 0.5}, (), "rotate whole heads"),
-        ("qwen3", {"layer_types": ["sliding_attention"] * 4}, (), "no full_attention"),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 4}, (), "sliding_window is missing"),
+        ("qwen3_next", {"layer_types": ["linear_attention"] * 4}, (), "neither full_attention nor sliding_attention"),
         ("qwen3", {"layer_types": ["full_attention"]}, (), "layer_types has 1 entries; num_hidden_layers is 4"),
-        ("qwen3_moe", {"use_sliding_window": True}, (), "use_sliding_window is true"),
+        ("qwen3_moe", {"use_sliding_window": True}, (), "sliding_window is missing"),
         ("qwen3_moe", {"num_experts_per_tok": 7}, (), "num_experts_per_tok 7 exceeds the 6 experts"),
         ("qwen3_5_moe", {"norm_topk_prob": False}, (), "norm_topk_prob is false"),
         ("qwen3_5_moe", {"num_experts": 0}, (), "num_experts is 0"),

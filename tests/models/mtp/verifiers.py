@@ -86,6 +86,17 @@ RAW: dict[str, dict[str, Any]] = {
         "use_sliding_window": False,
         "max_window_layers": 4,
     },
+    "qwen3_window": {
+        **_DECODER,
+        "model_type": "qwen3",
+        "intermediate_size": 48,
+        "head_dim": 12,
+        "attention_bias": False,
+        "rope_theta": 1000000,
+        "sliding_window": 4,
+        "use_sliding_window": True,
+        "max_window_layers": 0,
+    },
     "qwen3_moe": {
         **_DECODER,
         **_QWEN_EXPERTS,
