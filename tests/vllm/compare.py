@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from speculators import LLM, SamplingParams
+from speculators.runtime.evaluate import first_differences
 
 HERE = Path(__file__).resolve().parent
 
@@ -32,13 +33,6 @@ class Run:
 def read_prompts(path: Path) -> list[str]:
     with path.open(encoding="utf-8") as lines:
         return [json.loads(line)["prompt"] for line in lines]
-
-
-def first_difference(left: list[int], right: list[int]) -> int | None:
-    if left == right:
-        return None
-    pairs = enumerate(zip(left, right, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(left), len(right)))
 
 
 def ask_vllm(python: Path, request: dict) -> dict:
@@ -105,7 +99,7 @@ def report(run: Run, ours: dict, answer: dict, plain: list[list[int]], max_token
         "accepted_per_position": read["num_accepted_tokens_per_pos"],
     }
     mine = ours.pop("token_ids")
-    differences = [first_difference(a, b) for a, b in zip(drafted, plain, strict=True)]
+    differences = first_differences(drafted, plain)
     return {
         "speculator": run.name,
         "method": read["method"],

@@ -9,7 +9,7 @@ and ours, and the steps, the drafted tokens and the tokens accepted at each posi
 report is a list of `{case, identical, ours_equal_vllm, counts_equal, method, ours, vllm}`, the last two with
 `num_drafts`, `num_draft_tokens` and `accepted_per_position`.
 
-No answer reaches the engine's length: vLLM 0.32 rejects the last drafts before it although they are what it then writes.
+No answer reaches the engine's length: before it, vLLM 0.32 rejects drafts that are what it then writes.
 
 On a CPU, vLLM 0.32 norms the context keys of all DFlash layers with the gain of the first: its CPU `rms_norm` reads one
 row of the stacked gains, where its GPU kernel reads one a layer. So that both engines compute one function, the layers
