@@ -167,7 +167,7 @@ def fingerprint(speculator: Path, *settings: object) -> str:
     return digest.hexdigest()
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run what is missing, and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--speculator", type=Path, required=True)
@@ -175,7 +175,7 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=NUM_PROMPTS)
     parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS)
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     folder, questions = args.out.with_suffix(".parts"), read_questions(args.prompts)
     folder.mkdir(parents=True, exist_ok=True)
     found = {}
