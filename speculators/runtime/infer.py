@@ -19,15 +19,13 @@ from speculators.runtime.config import (
     SpeculativeConfig,
 )
 from speculators.runtime.config_rules import EXTRACT_METHOD, NGRAM_METHODS
-from speculators.runtime.recognise import DraftKind, method_of_tensors, native_kind, recognise
+from speculators.runtime.recognise import LOOK_ALIKES, DraftKind, method_of_tensors, native_kind, recognise
 
 logger = logging.getLogger(__name__)
 
 _WHERE = "speculative_config"
 _NGRAM_MODELS = ("ngram", "[ngram]")
 _CLASS_METHOD, _MODEL_METHOD = "custom_class", "draft_model"
-# Methods whose drafts look alike, and draft garbage under each other's name.
-_ALIKE = ("eagle", "eagle3")
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
@@ -208,11 +206,11 @@ def _read(source: str, revision: str | None) -> tuple[Speculator, DraftKind]:
 
 
 def _check_tensors(method: str, directory: Path, source: str) -> None:
-    """Refuse tensors of EAGLE-3 under the name of EAGLE, and the reverse, whatever the configuration says.
+    """Refuse tensors of a draft that looks like this method's, whatever the configuration says.
 
     Only headers are read; nothing is, where no weights lie.
     """
-    if method not in _ALIKE or not any(directory.glob("*.safetensors")):
+    if method not in LOOK_ALIKES or not any(directory.glob("*.safetensors")):
         return
     shapes = {name: header.shape for name, header in read_headers(directory).items()}
     found = method_of_tensors(shapes)

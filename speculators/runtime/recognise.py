@@ -30,6 +30,8 @@ _METHOD_OF_CLASS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile("MLPSpeculator"), "mlp_speculator"),
     (re.compile("MTP(Model|ForCausalLM)?$"), "mtp"),
 )
+# Methods whose drafts have tensors of the same names, and draft garbage under each other's name.
+LOOK_ALIKES = ("eagle", "eagle3")
 # Keys that only one kind of draft has, where nothing else tells.
 _METHOD_OF_KEY: Mapping[str, str] = {
     "medusa_num_heads": "medusa",

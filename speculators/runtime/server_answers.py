@@ -358,8 +358,9 @@ def _about_prompt(output: RequestOutput) -> dict[str, PromptLogprobs]:
         return {}
     return {
         "prompt_logprobs": [
-            entries
-            and {
+            None
+            if entries is None
+            else {
                 token: PromptLogprob(logprob=_number(one), rank=one.rank, decoded_token=one.decoded_token)
                 for token, one in entries.items()
             }

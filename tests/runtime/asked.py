@@ -63,8 +63,10 @@ class Asked:
     @cached_property
     def params(self) -> list[SamplingParams]:
         """Ends by length, by a token, by a text and by the model's own end, anywhere in a window of drafts."""
-        spread = 14 if self.kind in self.made.given else 17
-        free = [SamplingParams(temperature=0, max_tokens=3 + (7 * i) % spread, ignore_eos=True) for i in range(19)]
+        lengths = [3 + (7 * i) % 17 for i in range(19)]
+        if self.kind in self.made.given:
+            lengths = [16 if i in QUESTIONS else 3 + (5 * i) % 14 for i in range(19)]
+        free = [SamplingParams(temperature=0, max_tokens=length, ignore_eos=True) for length in lengths]
         ends = []
         for place, output in enumerate(self.alone(3).generate(self.prompts, free, use_tqdm=False)):
             first, text = output.outputs[0].token_ids, output.outputs[0].text
@@ -84,7 +86,7 @@ class Asked:
 
     def count_of(self, batch: int) -> int:
         """How many requests are asked at a batch size: more than run at once, so that one starts as another ends."""
-        return {1: 5, 3: 9}.get(batch, 19)
+        return ({1: 4, 3: 7} if self.kind in self.made.given else {1: 5, 3: 9}).get(batch, 19)
 
     def told(self, llm: LLM, count: int) -> list[Answer]:
         """Tokens, text and end of the first `count` answers."""

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     Gemma3TextConfig,
@@ -122,11 +121,10 @@ def save_model(
 
 def shortened(directory: Path, model: str, layers: int = 4) -> str:
     """The first layers of a model, its embeddings and its head: a draft that agrees with it now and then."""
-    config = AutoConfig.from_pretrained(model)
-    config.num_hidden_layers = layers
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:layers]
-    AutoModelForCausalLM.from_pretrained(model, config=config, dtype=torch.float32).save_pretrained(directory)
+    shortening = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    shortening.model.layers = shortening.model.layers[:layers]
+    shortening.config.num_hidden_layers = layers
+    shortening.save_pretrained(directory)
     AutoTokenizer.from_pretrained(model).save_pretrained(directory)
     return str(directory)
 
