@@ -11,7 +11,8 @@ TEST_WORKERS ?= 2
 # One thread in each test worker: two workers then fill two cores, and tiny tensors are fastest on one thread.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal
 
-.PHONY: help install quickstart check test test-full test-vllm test-extract-vllm test-interop clean
+.PHONY: help install quickstart check test test-full test-gsm8k test-vllm test-extract-vllm test-interop clean
+.PHONY: table-rules table-kernels table-adaptive table-methods
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -39,8 +40,27 @@ check: .venv/ready ## lint, format and types
 test: check ## checks and the fast tests
 	$(PYTEST)
 
-test-full: check ## every test
+test-full: check ## every test, and the tables of methods, rules, kernels, depths and keys in out/
 	$(PYTEST) -m 'full or not full'
+	$(MAKE) -j $(TEST_WORKERS) table-rules table-kernels table-adaptive
+	$(MAKE) table-methods
+
+# Programs that assert what they write; their tests run a small part of each.
+table-rules: .venv/ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.runtime.laws --out out/rules.json
+
+table-kernels: .venv/ready
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m tests.runtime.verification_cases --out out/kernels.json
+
+table-adaptive: .venv/ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.runtime.adaptive --out out/adaptive.json
+
+table-methods: .venv/ready
+	smollm2=$$($(BIN)/speculators fetch-verifier smollm2); OMP_NUM_THREADS=1 $(BIN)/python -m tests.runtime.methods \
+	  --workers $(TEST_WORKERS) --verifier "SmolLM2=$$smollm2" --out out/methods.json --against README.md
+
+test-gsm8k: quickstart ## the quickstart's speculator on GSM8K: the answers of plain decoding
+	$(BIN)/python -m tests.runtime.gsm8k --speculator $(OUT)/speculator --out out/gsm8k.json
 
 test-vllm: .venv/ready .venv-vllm/complete ## speculators of ours, unmodified, in real vLLM on the CPU
 	$(BIN)/python tests/vllm/compare.py --vllm-python .venv-vllm/bin/python \

@@ -16,7 +16,7 @@ from torch import Tensor
 from speculators.errors import EngineError, RequestError
 from speculators.models.cache import SlotWrite
 from speculators.runtime.depth import DepthPolicy, depth_of
-from speculators.runtime.logits_processors import ConstraintBuilder, process
+from speculators.runtime.logits_processors import ConstraintBuilder, as_its_grammar_leaves, process
 from speculators.runtime.logprobs import token_logprobs
 from speculators.runtime.outputs import RequestOutput
 from speculators.runtime.prefixes import PrefixCache, require_prefix_caching
@@ -308,7 +308,8 @@ class Engine:
                 stats.add_step(drafted, len(tokens) - 1, keep_steps=detailed)
         logprobs = None
         if request.logprobs is not None:
-            logprobs = token_logprobs(logits_TV, tokens, request.params.logprobs or 0, self.verifier.tokenizer)
+            told_TV = as_its_grammar_leaves(logits_TV, request)
+            logprobs = token_logprobs(told_TV, tokens, request.params.logprobs or 0, self.verifier.tokenizer)
         before = len(request.tokens)
         request.append(tokens, logprobs)
         self.num_generated_tokens += len(request.tokens) - before

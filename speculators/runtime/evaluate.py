@@ -123,19 +123,27 @@ def _identity(
 ) -> dict[str, Any]:
     if not greedy:
         return {"dtype": _name(verifier.dtype), "identical": None, "first_difference": None, "top2_gap": None}
-    positions: list[int | None] = []
-    gaps: list[float | None] = []
-    for one, other in zip(plain, drafted, strict=True):
-        a, b = one.outputs[0].token_ids, other.outputs[0].token_ids
-        at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-        same = a == b
-        positions.append(None if same else at)
-        gaps.append(None if same else _top2_gap(verifier, [*one.prompt_token_ids, *a[:at]]))
+    answers = [output.outputs[0].token_ids for output in plain]
+    positions = first_differences(answers, [output.outputs[0].token_ids for output in drafted])
+    gaps = [
+        None if at is None else top2_gap(verifier, [*output.prompt_token_ids, *ids[:at]])
+        for output, ids, at in zip(plain, answers, positions, strict=True)
+    ]
     identical = all(position is None for position in positions)
     return {"dtype": _name(verifier.dtype), "identical": identical, "first_difference": positions, "top2_gap": gaps}
 
 
-def _top2_gap(verifier: Verifier, token_ids: list[int]) -> float:
+def first_differences(answers: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> list[int | None]:
+    """Where each two answers differ first, or where the shorter one ends; None where they are the same."""
+    places: list[int | None] = []
+    for one, other in zip(answers, others, strict=True):
+        at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+        places.append(None if list(one) == list(other) else at)
+    return places
+
+
+def top2_gap(verifier: Verifier, token_ids: list[int]) -> float:
+    """How far the verifier's two likeliest logits lie apart after these tokens."""
     write = SlotWrite.at(slice(0, 1), [0], len(token_ids), verifier.device)
     ids = torch.tensor([token_ids], device=verifier.device)
     out = verifier.forward(ids, verifier.make_cache(1), write)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from speculators.errors import EngineError, SpeculatorsError
-from speculators.formats.checkpoint import read_config
+from speculators.formats.checkpoint import read_config, read_headers
 from speculators.formats.hub import fetch_config, is_local, resolve
 from speculators.models.speculator import Speculator
 from speculators.runtime.additional import AdditionalConfig
@@ -19,7 +19,7 @@ from speculators.runtime.config import (
     SpeculativeConfig,
 )
 from speculators.runtime.config_rules import EXTRACT_METHOD, NGRAM_METHODS
-from speculators.runtime.recognise import DraftKind, native_kind, recognise
+from speculators.runtime.recognise import LOOK_ALIKES, DraftKind, method_of_tensors, native_kind, recognise
 
 logger = logging.getLogger(__name__)
 
@@ -157,6 +157,8 @@ def _with_files(model: str, method: str | None, config: SpeculativeConfig, revis
     method = method or kind.method
     if not own:
         _agree(method, kind, source, raw)
+        if is_local(source):
+            _check_tensors(method, Path(source), source)
     depth = _depth(config, kind, source)
     parallel = _parallel(config, kind, source, always=False)
     return Plan(
@@ -202,7 +204,25 @@ def _config_json(source: str, revision: str | None) -> Mapping[str, Any]:
 def _read(source: str, revision: str | None) -> tuple[Speculator, DraftKind]:
     directory = resolve(source, revision=revision)
     kind = recognise(read_config(directory), source)
+    _check_tensors(kind.method, directory, source)
     return Speculator.from_pretrained(directory), kind
+
+
+def _check_tensors(method: str, directory: Path, source: str) -> None:
+    """Refuse tensors of a draft that looks like this method's, whatever the configuration says.
+
+    Only headers are read; nothing is, where no weights lie.
+    """
+    if method not in LOOK_ALIKES or not any(directory.glob("*.safetensors")):
+        return
+    shapes = {name: header.shape for name, header in read_headers(directory).items()}
+    found = method_of_tensors(shapes)
+    if found not in (None, method):
+        raise EngineError(
+            f"{_WHERE}: method={method!r}, but the tensors of {source} are those of a draft for method {found!r}: "
+            f"fc.weight is {list(shapes.get('fc.weight') or shapes['model.fc.weight'])}; give that method, and a "
+            "config.json that says the same"
+        )
 
 
 def _agree(method: str | None, kind: DraftKind, source: str, raw: Mapping[str, Any]) -> None:

@@ -198,6 +198,21 @@ def process(
     return processed_BTV
 
 
+def as_its_grammar_leaves(logits_TV: Tensor, request: Constrained) -> Tensor:
+    """Logits of a request's window of which its grammar alone has taken the forbidden ones; the given ones without one.
+
+    Log-probabilities are told of these, as vLLM tells them: it masks by the grammar before it reads them, and biases,
+    bans and penalties come after.
+    """
+    constraints = request.constraints
+    if constraints is None or constraints.grammar is None:
+        return logits_TV
+    masked_1TV = logits_TV.to(torch.float32, copy=True)[None]
+    chain = [request.drafts[:t] for t in range(len(request.drafts) + 1)]
+    _mask_by_grammar(masked_1TV, [_Window(0, constraints, chain)])
+    return masked_1TV[0]
+
+
 def penalises(params: SamplingParams) -> bool:
     """Whether tokens that were there before get other logits."""
     return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0

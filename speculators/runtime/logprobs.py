@@ -1,4 +1,5 @@
-"""Log-probabilities that a request is told: of the model's own logits, before constraints and temperature.
+"""Log-probabilities that a request is told: of the model's own logits, before temperature and any constraint but a
+grammar, which leaves the tokens that it forbids at minus infinity.
 
 Shapes: T tokens, V vocabulary.
 """

@@ -7,6 +7,7 @@ builds the proposer beside the loaded verifier.
 from collections.abc import Callable, Mapping
 
 from speculators.errors import EngineError
+from speculators.formats.config import SpeculatorConfig
 from speculators.formats.hub import resolve
 from speculators.formats.verifier_weights import VerifierWeights
 from speculators.models.gemma4_assistant.network import Gemma4Assistant
@@ -61,6 +62,7 @@ def _draft_head(plan: Plan, config: SpeculativeConfig, verifier: LanguageModel) 
             f"additional_config.dynamic_spec_config: method={budget!r} reads a confidence head, and {config.model} has "
             "none; leave it out, or give a speculator with one"
         )
+    _check_sizes(speculator.config, config.model, verifier)
     window = plan.additional.draft_window_size if config.method in WINDOW_METHODS else None
 
     def build(loaded: Verifier, limits: EngineLimits) -> Proposer:
@@ -89,6 +91,19 @@ def _assistant(plan: Plan, config: SpeculativeConfig, verifier: LanguageModel) -
         )
 
     return build
+
+
+def _check_sizes(draft: SpeculatorConfig, source: str | None, verifier: LanguageModel) -> None:
+    """Refuse a draft that was made for a verifier of another vocabulary or width, by what the files of both say."""
+    for what, made_for, found in (
+        ("a vocabulary", draft.verifier_vocab_size, verifier.vocab_size),
+        ("a hidden size", draft.verifier_hidden_size, int(verifier.config.hidden_size)),
+    ):
+        if made_for != found:
+            raise EngineError(
+                f"{WHERE}: {source} drafts for a verifier with {what} of {made_for}, and {verifier.name_or_path!r} has "
+                f"{found}; give it {draft.verifier.name_or_path!r}, for which it was made"
+            )
 
 
 def _native(plan: Plan, config: SpeculativeConfig) -> Speculator:

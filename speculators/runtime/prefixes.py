@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 
 from speculators.errors import EngineError
 from speculators.models.cache import SlotCache
-from speculators.models.gated_delta import kept_states
+from speculators.models.slot_states import kept_states
 from speculators.runtime.description import LanguageModel, has_static_rotation
 from speculators.runtime.proposers.proposer import Proposer
 from speculators.runtime.request import Request

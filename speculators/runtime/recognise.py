@@ -1,7 +1,7 @@
 """What a model's `config.json` says it drafts with: the method, how many tokens, and by which mask token."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,8 @@ _METHOD_OF_CLASS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile("MLPSpeculator"), "mlp_speculator"),
     (re.compile("MTP(Model|ForCausalLM)?$"), "mtp"),
 )
+# Methods whose drafts have tensors of the same names, and draft garbage under each other's name.
+LOOK_ALIKES = ("eagle", "eagle3")
 # Keys that only one kind of draft has, where nothing else tells.
 _METHOD_OF_KEY: Mapping[str, str] = {
     "medusa_num_heads": "medusa",
@@ -107,6 +109,22 @@ def native_kind(config: Mapping[str, Any], method: str, source: str) -> DraftKin
         )
     most, blocks = (depth, None) if method in _BOUNDED else (None, depth)
     return DraftKind(method, None, depth, most, blocks, _number(_mask_token(config)))
+
+
+def method_of_tensors(shapes: Mapping[str, Sequence[int]]) -> str | None:
+    """Tell drafts of EAGLE-3 from those of EAGLE by their tensors; None where they are of neither.
+
+    Both have a matrix `fc` to the width H that their layers add up in. The first layer of EAGLE-3 attends over 2H
+    numbers, the token beside the states; that of EAGLE over H, what `fc` makes of both.
+    """
+    named = {name.removeprefix("model."): tuple(shape) for name, shape in shapes.items()}
+    fusion = named.get("fc.weight")
+    query = named.get("layers.0.self_attn.q_proj.weight") or named.get("midlayer.self_attn.q_proj.weight")
+    if fusion is None or query is None:
+        return None
+    if query[-1] == 2 * fusion[0]:
+        return "eagle3"
+    return "eagle" if fusion[-1] == 2 * query[-1] and "hidden_norm.weight" not in named else None
 
 
 def native_depth(config: Mapping[str, Any], method: str) -> int | None:

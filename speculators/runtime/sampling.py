@@ -30,7 +30,8 @@ class SamplingParams:
 
     temperature 0 is greedy; top_k 0 or -1 and top_p 1 keep everything; min_p keeps tokens of at least min_p times the
     likeliest one's probability. logprobs N returns the log-probabilities of the N likeliest tokens and of the chosen
-    one, from the unprocessed logits, prompt_logprobs N those of the prompt's tokens. The penalties, logit_bias,
+    one, from the unprocessed logits (of structured_outputs: from those that the grammar allows), prompt_logprobs N
+    those of the prompt's tokens. The penalties, logit_bias,
     allowed_token_ids, bad_words, min_tokens (no end of sequence, stop id or stop string before so many) and
     structured_outputs (StructuredOutputsParams or a dict of their fields) change the logits before temperature does, of
     greedy requests too. extra_args may hold `kv_transfer_params`, a dict with `hidden_states_path` (str) and

@@ -3,8 +3,8 @@
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel
@@ -43,14 +43,27 @@ class CompletionLogprobs(BaseModel):
     top_logprobs: list[dict[str, float]]
 
 
+class PromptLogprob(BaseModel):
+    """Log-probability of a token of the prompt, or of one likely there; rank 1 is the likeliest."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
+# An entry a token, by ids; None for the first, which nothing lies before.
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+
+
 class CompletionChoice(BaseModel):
-    """One completion, or a piece of it."""
+    """One completion, or a piece of it; `prompt_logprobs` is there where it was asked for."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class CompletionResponse(BaseModel):
@@ -105,7 +118,7 @@ class ChatChoice(BaseModel):
 
 
 class ChatResponse(BaseModel):
-    """Answer of /v1/chat/completions, or a chunk of a streamed one."""
+    """Answer of /v1/chat/completions, or a chunk of a streamed one; `prompt_logprobs` where it was asked for."""
 
     id: str
     object: Literal["chat.completion", "chat.completion.chunk"]
@@ -115,6 +128,7 @@ class ChatResponse(BaseModel):
     usage: Usage | None = None
     metrics: dict[str, Any] | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class ErrorDetail(BaseModel):
@@ -152,13 +166,17 @@ class ModelList(BaseModel):
 
 @dataclass
 class Part:
-    """What one completion gained: its text, and the tokens from `start` on (`offset` characters lie before them)."""
+    """What one completion gained: its text, and the tokens from `start` on (`offset` characters lie before them).
+
+    `about_prompt` has the field `prompt_logprobs` where the request asked for it.
+    """
 
     index: int
     text: str
     completion: CompletionOutput
     start: int = 0
     offset: int = 0
+    about_prompt: Mapping[str, PromptLogprobs] = field(default_factory=dict)
 
     @property
     def logprobs(self) -> list[tuple[Logprob, list[Logprob]]] | None:
@@ -216,7 +234,10 @@ class Answer(ABC):
 
     def whole(self, outputs: Sequence[RequestOutput]) -> BaseModel:
         """The answer made of finished outputs, `num_choices` a prompt."""
-        parts = [Part(index, one.outputs[0].text, one.outputs[0]) for index, one in enumerate(outputs)]
+        parts = [
+            Part(index, one.outputs[0].text, one.outputs[0], about_prompt=_about_prompt(one))
+            for index, one in enumerate(outputs)
+        ]
         return self.body(parts, usage=self._usage(outputs), metrics=draft_metrics(outputs), **transferred(outputs[0]))
 
     async def events(self, stream: RequestStream) -> AsyncIterator[str]:
@@ -272,7 +293,7 @@ class CompletionAnswer(Answer):
     def _choice(self, part: Part) -> CompletionChoice:
         return CompletionChoice(
             index=part.index, text=part.text, logprobs=self._logprobs(part),
-            finish_reason=part.completion.finish_reason, stop_reason=part.completion.stop_reason,
+            finish_reason=part.completion.finish_reason, stop_reason=part.completion.stop_reason, **part.about_prompt,
         )  # fmt: skip
 
     def _logprobs(self, part: Part) -> CompletionLogprobs | None:
@@ -298,7 +319,7 @@ class ChatAnswer(Answer):
     def body(self, parts: Sequence[Part], **more: Any) -> ChatResponse:
         """A whole answer."""
         choices = [self._choice(part, message=ChatMessage(role="assistant", content=part.text)) for part in parts]
-        return self._response("chat.completion", choices, more)
+        return self._response("chat.completion", choices, {**parts[0].about_prompt, **more})
 
     def chunk(self, parts: Sequence[Part], **more: Any) -> ChatResponse:
         """An event that adds text."""
@@ -339,6 +360,22 @@ class ChatAnswer(Answer):
             index=part.index, logprobs=logprobs, finish_reason=completion.finish_reason,
             stop_reason=completion.stop_reason, **text,
         )  # fmt: skip
+
+
+def _about_prompt(output: RequestOutput) -> dict[str, PromptLogprobs]:
+    if output.prompt_logprobs is None:
+        return {}
+    return {
+        "prompt_logprobs": [
+            None
+            if entries is None
+            else {
+                token: PromptLogprob(logprob=_number(one), rank=one.rank, decoded_token=one.decoded_token)
+                for token, one in entries.items()
+            }
+            for entries in output.prompt_logprobs
+        ]
+    }
 
 
 def transferred(output: RequestOutput) -> dict[str, Any]:

@@ -21,7 +21,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "best_of": (1,),
     "use_beam_search": (False,),
     "echo": (False,),
-    "prompt_logprobs": (),
     "truncate_prompt_tokens": (),
     "logits_processors": ([],),
     "spaces_between_special_tokens": (True,),
@@ -248,6 +247,7 @@ class GenerationRequest(Body):
     min_tokens: int = Field(default=0, ge=0)
     bad_words: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     allowed_token_ids: list[TokenId] | None = Field(default=None, min_length=1)
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=20)
     structured_outputs: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
     kv_transfer_params: dict[str, Any] | None = None
@@ -272,7 +272,8 @@ class GenerationRequest(Body):
             n=self.n, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, min_p=self.min_p,
             seed=self.seed, stop=self.stop, stop_token_ids=self.stop_token_ids, max_tokens=self.output_limit,
             include_stop_str_in_output=self.include_stop_str_in_output, ignore_eos=self.ignore_eos,
-            logprobs=self.num_logprobs, skip_special_tokens=self.skip_special_tokens,
+            logprobs=self.num_logprobs, prompt_logprobs=self.prompt_logprobs,
+            skip_special_tokens=self.skip_special_tokens,
             presence_penalty=self.presence_penalty, frequency_penalty=self.frequency_penalty,
             repetition_penalty=self.repetition_penalty, logit_bias=self.logit_bias, min_tokens=self.min_tokens,
             bad_words=self.bad_words, allowed_token_ids=self.allowed_token_ids, structured_outputs=form,
@@ -288,6 +289,12 @@ class GenerationRequest(Body):
     def _stream_options_need_a_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise _contradiction("stream_options", "stream_options needs stream=true")
+        return self
+
+    @model_validator(mode="after")
+    def _prompts_are_told_of_in_whole_answers(self) -> Self:
+        if self.prompt_logprobs is not None and self.stream:
+            raise _contradiction("prompt_logprobs", "prompt_logprobs are not told in a stream; leave out stream")
         return self
 
     @model_validator(mode="after")

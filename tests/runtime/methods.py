@@ -1,24 +1,30 @@
 """Every method against plain decoding: greedy answers token for token, and the law of sampled ones.
 
     python -m tests.runtime.methods [--methods NAME ..] [--depths K ..] [--requests 3000] [--out out/methods.json]
-                                    [--readme README.md]
+                                    [--verifier NAME=DIR] [--workers N] [--against README.md] [--readme README.md]
 
-For each method, each kind of tiny random verifier (float32), each depth that the method admits and batches of 1, 3 and
-16, requests of mixed lengths, repetitive ones among them, that end by length, by a token or by a text, are answered
-with drafts and without. Depths that a method does not admit must be refused by name. The joint law of the first four
-tokens is compared with the exact law of a verifier of three tokens, by chi-square. Writes a line a method, and what
-each key of the schema does to `schema_coverage.json` beside it; exit code 1 where an answer differs or a p is below
-1e-4. Lines of methods that are not run are kept. `--readme` puts the table of `--out` into a file, between its two
-markers, and does nothing else.
+For each method, each kind of tiny random verifier and each verifier that `--verifier` names (float32), each depth that
+the method admits and batches of 1, 3 and 16, requests of mixed lengths, repetitive ones among them, that end by length,
+by a token or by a text, are answered with drafts and without. Verifiers that are named get texts and questions, some of
+which they end by themselves, and drafts with random weights of their shape. Batches of other shapes round otherwise,
+and nothing is allowed for that: where an answer differs, how far the two likeliest logits lie apart is told, and the
+row says no. Depths that a method does not admit must be refused by name. The joint law of the first four tokens is
+compared with the exact law of a verifier of three tokens, by chi-square. Writes a line a method, and what each key of
+the schema does to `schema_coverage.json` beside it; exit code 1 where an answer differs or a p is below 1e-4. Lines of
+methods that are not run are kept. `--against` compares the table of a file with what was found: every cell but the
+number p, which another machine's rounding changes, must be the same. `--readme` puts the table of `--out` into a file,
+between its two markers, and does nothing else.
 """
 
 import argparse
 import json
+import re
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +37,14 @@ from speculators.runtime.llm import LLM
 from speculators.runtime.sampling import SamplingParams
 from speculators.runtime.schema_coverage import schema_coverage
 from speculators.runtime.verifier import Verifier
+from tests.runtime.asked import Asked
 from tests.runtime.laws import LEAST, LENGTH, TEMPERATURE, codes, compared, stock_law
 from tests.runtime.laws import PROMPTS as LAW_PROMPTS
 from tests.runtime.served import GEMMA, KINDS, NATIVE, SMALL, SMALL_GEMMA, Directories
 
 DEPTHS = (1, 2, 3, 5, 7, 16)
 BATCHES = (1, 3, 16)
+_NUMBER = re.compile(r"\([0-9.e-]+\)")
 MARKERS = ("<!-- methods: begin -->", "<!-- methods: end -->")
 REPEATING = "tests.runtime.custom_drafters.Repeating"
 
@@ -64,6 +72,10 @@ class Case:
         if self.only is not None:
             return [self.only]
         return [depth for depth in asked if depth <= self.most]
+
+    def kinds(self, made: Directories) -> list[str]:
+        """The verifiers it is tried on: its own, and given ones, which are dense."""
+        return [*self.verifiers, *(made.given if "dense" in self.verifiers else ())]
 
     def refused(self) -> list[int]:
         """Depths that are errors: the next ones on both sides, and those of `DEPTHS` that it does not admit."""
@@ -152,63 +164,11 @@ def served(made: Directories, case: Case, kind: str, depth: int, **keys: Any) ->
     return LLM(made.verifier(kind), dtype="float32", speculative_config=config, max_model_len=96, **keys)
 
 
-@dataclass
-class Asked:
-    """Requests of a verifier, and what it answers to them by itself."""
-
-    made: Directories
-    kind: str
-    answers: dict[int, list[tuple[list[int], str]]] = field(default_factory=dict)
-
-    @cached_property
-    def prompts(self) -> list[list[int]]:
-        """Mixed lengths, some of them repetitive; more than the largest batch."""
-        most = 37
-        mixed = [[(3 + 7 * i + j * (i + 2)) % most + 2 for j in range(1 + (5 * i) % 17)] for i in range(12)]
-        repetitive = [[5, 9] * 4, [11, 12, 13] * 3 + [11], [4], [30] * 9, [7, 8], [20, 21, 22] * 8, [6, 6, 7] * 5]
-        return [*repetitive[:3], *mixed, *repetitive[3:]]
-
-    @cached_property
-    def params(self) -> list[SamplingParams]:
-        """Ends by length, by a token and by a text, anywhere in a window of drafts."""
-        free = [SamplingParams(temperature=0, max_tokens=3 + (7 * i) % 17, ignore_eos=True) for i in range(19)]
-        plain = LLM(self.made.verifier(self.kind), dtype="float32", max_model_len=96)
-        ends = []
-        for place, output in enumerate(plain.generate(self.prompts, free, use_tqdm=False)):
-            first, text = output.outputs[0].token_ids, output.outputs[0].text
-            more: dict[str, Any] = {}
-            if place % 4 == 1:
-                more["stop_token_ids"] = [first[len(first) // 2]]
-            if place % 4 == 2 and len(text) > 3:
-                more["stop"] = [text[len(text) // 2 :][:2]]
-            ends.append(
-                SamplingParams(temperature=0, max_tokens=free[place].max_tokens, ignore_eos=place % 2 == 0, **more)
-            )
-        return ends
-
-    def told(self, llm: LLM, count: int) -> list[tuple[list[int], str]]:
-        """Tokens and text of the first `count` answers."""
-        outputs = llm.generate(self.prompts[:count], self.params[:count], use_tqdm=False)
-        return [(output.outputs[0].token_ids, output.outputs[0].text) for output in outputs]
-
-    def plain(self, count: int) -> list[tuple[list[int], str]]:
-        """What the verifier answers without drafts, three requests at a time."""
-        if count not in self.answers:
-            llm = LLM(self.made.verifier(self.kind), dtype="float32", max_model_len=96, max_num_seqs=3)
-            self.answers[count] = self.told(llm, count)
-        return self.answers[count]
-
-
-def count_of(batch: int) -> int:
-    """How many requests are asked at a batch size: more than run at once."""
-    return {1: 5, 3: 9}.get(batch, 19)
-
-
-def greedy_lossless(asked: Asked, case: Case, depth: int, batch: int) -> bool:
-    """Whether answers with drafts are those without, token for token and in text."""
+def differences(asked: Asked, case: Case, depth: int, batch: int) -> list[str]:
+    """Where answers with drafts are others than without: in tokens, in text, or in what ended them."""
     llm = served(asked.made, case, asked.kind, depth, max_num_seqs=batch)
     try:
-        return asked.told(llm, count_of(batch)) == asked.plain(count_of(batch))
+        return asked.differences(asked.told(llm, asked.count_of(batch)))
     finally:
         llm.close()
 
@@ -272,20 +232,42 @@ class Row:
 
 def examined(made: Directories, case: Case, depths: Sequence[int], requests: int, known: dict[str, Asked]) -> Row:
     """Run the whole matrix of a method."""
-    lossless, batched = True, True
-    for kind in case.verifiers:
+    lossless, batched, kinds = True, True, case.kinds(made)
+    for kind in kinds:
         asked = known.setdefault(kind, Asked(made, kind))
         for depth in case.depths(depths):
             for batch in BATCHES:
-                same = greedy_lossless(asked, case, depth, batch)
-                lossless, batched = lossless and same, batched and (same or batch == 1)
-                if not same:
-                    print(f"{case.name}: K={depth}, batch {batch}, {kind}: other answers", file=sys.stderr, flush=True)
+                found = differences(asked, case, depth, batch)
+                lossless, batched = lossless and not found, batched and (not found or batch == 1)
+                for line in found:
+                    print(f"{case.name}: K={depth}, batch {batch}, {kind}: {line}", file=sys.stderr, flush=True)
     admitted, named = case.depths(depths), refused_depths(made, case)
     if named != case.refused():
         raise AssertionError(f"{case.name}: depths {case.refused()} must be refused by name, and {named} were")
     p = sampled_p(made, case, requests)
-    return Row(case.name, lossless, p, batched, True, case.vllm_032, admitted, list(case.verifiers))
+    return Row(case.name, lossless, p, batched, True, case.vllm_032, admitted, kinds)
+
+
+# Of one process: requests by the kind of verifier, whose answers all methods are compared with.
+_KNOWN: dict[str, Asked] = {}
+
+
+def _examined_by_name(made: Directories, name: str, depths: Sequence[int], requests: int) -> Row:
+    return examined(made, BY_NAME[name], depths, requests, _KNOWN)
+
+
+def rows_of(made: Directories, names: Sequence[str], args: argparse.Namespace) -> Iterator[Row]:
+    """Rows of the methods as they are done, by as many processes as asked for."""
+    if args.workers == 1:
+        for name in names:
+            yield _examined_by_name(made, name, args.depths, args.requests)
+        return
+    for kind in {SMALL} | {kind for name in names for kind in BY_NAME[name].kinds(made)}:
+        made.verifier(kind)
+    with ProcessPoolExecutor(args.workers, mp_context=get_context("spawn")) as pool:
+        tasks = [pool.submit(_examined_by_name, made, name, args.depths, args.requests) for name in names]
+        for task in as_completed(tasks):
+            yield task.result()
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -304,6 +286,12 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def table_in(readme: Path) -> str:
+    """What stands between the markers."""
+    _, _, rest = readme.read_text(encoding="utf-8").partition(MARKERS[0])
+    return rest.partition(MARKERS[1])[0].strip()
+
+
 def put_into(readme: Path, text: str) -> None:
     """Replace what stands between the markers."""
     before, _, rest = readme.read_text(encoding="utf-8").partition(MARKERS[0])
@@ -317,6 +305,9 @@ def main() -> int:
     parser.add_argument("--depths", nargs="+", type=int, default=list(DEPTHS))
     parser.add_argument("--requests", type=int, default=3000)
     parser.add_argument("--out", type=Path, default=Path("out/methods.json"))
+    parser.add_argument("--verifier", action="append", default=[], metavar="NAME=DIR")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--against", type=Path)
     parser.add_argument("--readme", type=Path)
     args = parser.parse_args()
     if args.readme is not None:
@@ -326,15 +317,17 @@ def main() -> int:
     coverage = json.dumps(schema_coverage(), indent=2) + "\n"
     args.out.with_name("schema_coverage.json").write_text(coverage, encoding="utf-8")
     lines = {row["method"]: row for row in json.loads(args.out.read_text())} if args.out.exists() else {}
-    sound, known = True, {}
+    given = dict(one.partition("=")[::2] for one in args.verifier)
+    sound = True
     with tempfile.TemporaryDirectory() as root:
-        made = Directories(Path(root))
-        for name in args.methods:
-            row = examined(made, BY_NAME[name], args.depths, args.requests, known)
+        for row in rows_of(Directories(Path(root), given), args.methods, args):
             print(row, flush=True)
-            lines[name], sound = asdict(row), sound and row.sound
+            lines[row.method], sound = asdict(row), sound and row.sound
             kept = [lines[other] for other in BY_NAME if other in lines]
             args.out.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+    if args.against is not None and _NUMBER.sub("", table_in(args.against)) != _NUMBER.sub("", table(kept)):
+        print(f"the table of {args.against} is another than:\n{table(kept)}", file=sys.stderr)
+        sound = False
     return 0 if sound else 1
 
 

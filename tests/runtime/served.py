@@ -13,6 +13,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     Gemma3TextConfig,
     Gemma4AssistantConfig,
     Gemma4AssistantForCausalLM,
@@ -54,6 +55,8 @@ OPTIONS: Mapping[str, dict[str, Any]] = {
     "medusa": {"num_heads": 7},
     "mlp_speculator": {"n_predict": 7},
 }
+# For verifiers of a usual size: a full vocabulary times the verifier's width, for each token, would fill the memory.
+SMALLER: Mapping[str, dict[str, Any]] = {"mlp_speculator": {"inner_dim": 64}}
 DRAFT_VOCAB = 100
 
 
@@ -187,11 +190,24 @@ def save_model(
     return directory
 
 
-class Directories:
-    """Verifiers by kind, and drafts by family (or kind of draft model) and by the kind of verifier they are for."""
+def shortened(directory: Path, model: str, layers: int = 4) -> str:
+    """The first layers of a model, its embeddings and its head: a draft that agrees with it now and then."""
+    shortening = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    shortening.model.layers = shortening.model.layers[:layers]
+    shortening.config.num_hidden_layers = layers
+    shortening.save_pretrained(directory)
+    AutoTokenizer.from_pretrained(model).save_pretrained(directory)
+    return str(directory)
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+
+class Directories:
+    """Verifiers by kind, and drafts by family (or kind of draft model) and by the kind of verifier they are for.
+
+    `given` are folders of verifiers that exist already, by a name that is their kind; they have attention everywhere.
+    """
+
+    def __init__(self, root: Path, given: Mapping[str, str] | None = None) -> None:
+        self.root, self.given = root, dict(given or {})
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
@@ -199,7 +215,9 @@ class Directories:
         return make_tokenizer()
 
     def verifier(self, kind: str = "dense") -> str:
-        """A verifier of one of `KINDS`, or of the other kinds above."""
+        """A verifier of one of `KINDS`, of the other kinds above, or one that was given."""
+        if kind in self.given:
+            return self.given[kind]
         path = self._path("verifier", kind)
         if path.exists():
             return str(path)
@@ -220,7 +238,8 @@ class Directories:
         verifier = Path(self.verifier(kind))
         config = json.loads((verifier / "config.json").read_text(encoding="utf-8"))
         shape = VerifierShape.from_config_dict(config, str(verifier))
-        choices, chosen = FAMILIES[family].draft, {**OPTIONS[family], **options}
+        small = SMALLER.get(family, {}) if kind in self.given else {}
+        choices, chosen = FAMILIES[family].draft, {**OPTIONS[family], **small, **options}
         if "aux_layer_ids" in choices.model_fields:
             chosen.setdefault("aux_layer_ids", [1, 2, 3])
         if "draft_vocab_size" in choices.model_fields and kind != SMALL:
@@ -247,7 +266,11 @@ class Directories:
         path = self._path(f"draft-{style}", kind)
         if path.exists():
             return str(path)
+        if kind in self.given and style == "near":
+            return shortened(path, self.given[kind])
         tokenizer = word_tokenizer(3) if kind == SMALL else self.tokenizer
+        if kind in self.given:
+            tokenizer = AutoTokenizer.from_pretrained(self.given[kind])
         if style == "another vocabulary":
             tokenizer = other_tokenizer() if kind != SMALL else word_tokenizer(3)
         keys = {"pard_token": len(tokenizer) - 1} if style == "parallel" else {}

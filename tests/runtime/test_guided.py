@@ -281,3 +281,29 @@ def test_many_grammars_do_not_pile_up() -> None:
     for count in range(70):
         compiler.start(StructuredOutputsParams(regex=f"a{{{count + 1}}}"))
     assert len(compiler._compiled) == 64
+
+
+@pytest.mark.parametrize("drafting", [False, True])
+def test_logprobs_are_of_what_the_grammar_leaves(verifier: Verifier, drafting: bool) -> None:
+    """Forbidden tokens have no share; a bias, which comes later, changes nothing that is told."""
+    wanted = StructuredOutputsParams(choice=["the quick fox", "seven wise owls", "the quiet oak"])
+    params = SamplingParams(temperature=0, max_tokens=30, logprobs=2, logit_bias={90: 3.0}, structured_outputs=wanted)
+    plain = answers(LLM.from_parts(verifier, limits=LIMITS), params)
+    outputs = answers(replaying(verifier, plain, 3), params) if drafting else plain
+    compiler = GrammarCompiler(verifier.tokenizer, verifier.vocab_size, verifier.eos_token_ids)
+    narrow = 0
+    for output in outputs:
+        ids, completion = [*output.prompt_token_ids, *output.outputs[0].token_ids], output.outputs[0]
+        logits = verifier.model(torch.tensor([ids])).logits[0, len(output.prompt_token_ids) - 1 :]
+        grammar = compiler.start(wanted)
+        for place, (token, entry) in enumerate(zip(completion.token_ids, completion.logprobs or [], strict=True)):
+            (mask,) = grammar.masks([[]])
+            assert isinstance(mask, bytes)
+            allowed = allowed_tokens([mask], verifier.vocab_size, torch.device("cpu"))[0].nonzero().flatten().tolist()
+            law = dict(zip(allowed, logits[place, allowed].log_softmax(-1).tolist(), strict=True))
+            assert abs(entry[token].logprob - law[token]) < 1e-4
+            assert entry[token].rank == sum(value > law[token] for value in law.values()) + 1
+            assert all(one in law or entry[one].logprob == float("-inf") for one in entry)
+            narrow += 1 < len(allowed) < verifier.vocab_size
+            assert grammar.advance([token])
+    assert narrow

@@ -2,6 +2,8 @@
 
 import json
 import logging
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,10 @@ import pytest
 
 from speculators import LLM, SamplingParams
 from speculators.errors import EngineError, FormatError
+from speculators.formats.checkpoint import read_headers
 from speculators.runtime.config import SpeculativeConfig
 from speculators.runtime.infer import Plan, infer
-from speculators.runtime.recognise import recognise
+from speculators.runtime.recognise import method_of_tensors, recognise
 from tests.models.contract import contract_of
 from tests.models.drafts import random_speculator
 
@@ -102,6 +105,37 @@ def test_a_draft_that_is_another_methods_is_refused_with_both(folders: dict[str,
         words = f"method='{method}', but {folders[family]} is a speculator for method '{METHODS[family]}'"
         with pytest.raises(EngineError, match=words):
             planned(method=method, model=folders[family])
+
+
+def test_tensors_of_eagle3_are_refused_under_the_name_of_eagle(folders: dict[str, str], tmp_path: Path) -> None:
+    """Whatever config.json says, and from the headers of the files alone: the numbers behind them are gone."""
+    for family, other in (("eagle3", "eagle"), ("eagle", "eagle3")):
+        said, tensors = tmp_path / f"says-{other}", Path(folders[family], "model.safetensors")
+        said.mkdir()
+        shutil.copy(Path(folders[other], "config.json"), said)
+        width = read_headers(folders[family])["fc.weight"].shape
+        shutil.copy(tensors, said)
+        raw = Path(config_folder(tmp_path / f"raw-{other}", **PLAIN, draft_vocab_size=None))
+        shutil.copy(tensors, raw)
+        words = f"method='{other}', but the tensors of .* are those of a draft for method '{family}': fc.weight is "
+        for keys in ({"model": str(said)}, {"model": str(raw), "method": other, "num_speculative_tokens": 3}):
+            with pytest.raises(EngineError, match=words + re.escape(str(list(width)))):
+                planned(**keys)
+        assert planned(model=str(raw), method=family, num_speculative_tokens=3).method == family
+
+
+def test_tensors_tell_eagle3_from_eagle_and_leave_others_alone() -> None:
+    query, older = "layers.0.self_attn.q_proj.weight", "midlayer.self_attn.q_proj.weight"
+    for shapes, method in (
+        ({"fc.weight": [64, 192], query: [32, 128]}, "eagle3"),
+        ({"fc.weight": [64, 192], older: [32, 128]}, "eagle3"),
+        ({"model.fc.weight": [64, 128], f"model.{query}": [32, 64]}, "eagle"),
+        ({"fc.weight": [64, 128], query: [32, 64], "hidden_norm.weight": [64]}, None),
+        ({"fc.weight": [64, 192], query: [32, 64], "hidden_norm.weight": [64]}, None),
+        ({query: [32, 64]}, None),
+        ({}, None),
+    ):
+        assert method_of_tensors(shapes) == method
 
 
 def test_a_depth_above_what_a_step_drafts_is_refused(folders: dict[str, str]) -> None:

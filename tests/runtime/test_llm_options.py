@@ -15,7 +15,8 @@ from speculators.runtime.schema_coverage import schema_coverage
 from speculators.runtime.step_costs import CONTEXT_VARIABLE
 from tests.runtime.methods import BY_NAME, served
 from tests.runtime.methods import sampled_p as law_of
-from tests.runtime.served import Directories
+from tests.runtime.served import SMALL, Directories
+from tests.tiny_models import make_speculator, make_verifier
 
 PROMPTS = [[5, 9, 5, 9, 5, 9], [30], [11, 12, 13, 14], [7, 8, 9, 7, 8, 9], [40] * 6]
 GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
@@ -334,6 +335,9 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "replace the standard one",
     ),
     ({"model": "{eagle3}", "method": "eagle"}, {}, "method='eagle', but .* is a speculator for method 'eagle3'"),
+    ({"model": "{tiny eagle}"}, {}, "drafts for a verifier with a vocabulary of 3, and .* has 384; give it"),
+    ({"model": "{tiny eagle3}"}, {}, "drafts for a verifier with a vocabulary of 3, and .* has 384; give it"),
+    ({"model": "{wide}"}, {}, "drafts for a verifier with a hidden size of 64, and .* has 32; give it"),
     ({"model": "{assistant}", "num_speculative_tokens": 2, "method": "draft_model"}, {}, "'gemma4_assistant'"),
 ]
 
@@ -351,6 +355,9 @@ def test_what_is_refused_is_refused_before_weights_are_read(
         "{near}": made.draft_model("near"),
         "{other}": made.draft_model("another vocabulary"),
         "{eagle3}": made.speculator("eagle3"),
+        "{tiny eagle}": made.speculator("eagle", SMALL),
+        "{tiny eagle3}": made.speculator("eagle3", SMALL),
+        "{wide}": str(make_speculator(tmp_path / "wide", make_verifier(tmp_path / "wide-verifier"))),
         "{silent}": made.speculator("dspark", enable_confidence_head=False),
         "{assistant}": str(assistant),
     }

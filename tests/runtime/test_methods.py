@@ -9,14 +9,14 @@ from speculators.runtime.sampling import SamplingParams
 from tests.runtime.methods import (
     CASES,
     DEPTHS,
-    MARKERS,
     Asked,
     Case,
-    greedy_lossless,
+    differences,
     refused_depths,
     sampled_p,
     served,
     table,
+    table_in,
 )
 from tests.runtime.served import KINDS, Directories
 
@@ -31,7 +31,7 @@ def test_greedy_answers_are_those_without_drafts(place: int, made: Directories) 
     kind = case.verifiers[place % len(case.verifiers)]
     depths = case.depths()
     asked = BY_KIND.setdefault(kind, Asked(made, kind))
-    assert greedy_lossless(asked, case, depths[(2 + place) % len(depths)], (3, 1, 16)[place % 3])
+    assert not differences(asked, case, depths[(2 + place) % len(depths)], (3, 1, 16)[place % 3])
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -64,9 +64,7 @@ def test_every_method_has_a_case() -> None:
 
 def test_the_readmes_table_is_of_these_methods() -> None:
     """Its numbers come from a run (`--readme`); what does not depend on one is as the cases say."""
-    text = README.read_text(encoding="utf-8")
-    _, _, rest = text.partition(MARKERS[0])
-    lines = rest.partition(MARKERS[1])[0].strip().splitlines()
+    lines = table_in(README).splitlines()
     assert lines[:2] == table([]).splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
     assert [row[0] for row in cells] == [case.name for case in CASES]

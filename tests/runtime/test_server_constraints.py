@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from openai import APIError, OpenAI
 
@@ -100,3 +101,35 @@ def test_a_stream_without_a_token_left_tells_why(client: OpenAI) -> None:
     with pytest.raises(APIError, match="structured_outputs, min_tokens together leave no token") as caught:
         list(stream)
     assert caught.value.code == NO_TOKEN_ALLOWED
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_prompt_logprobs_are_those_of_the_prompt(client: OpenAI, local: LLM, count: int) -> None:
+    """Under vLLM's names: in each choice of a completion, once in an answer of chat."""
+    params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=count)
+    texts = [PROMPT, "Name a city."]
+    asked = {"model": "tiny", "temperature": 0, "max_tokens": 2, "n": 1}
+
+    def told(path: str, **body: Any) -> dict[str, Any]:
+        response = httpx.post(f"{client.base_url}{path}", json={**asked, **body})
+        assert response.status_code == 200
+        return dict(response.json())
+
+    expected = [output.prompt_logprobs for output in local.generate(texts, params, use_tqdm=False)]
+    got = [choice["prompt_logprobs"] for choice in told("completions", prompt=texts, prompt_logprobs=count)["choices"]]
+    expected += [local.chat(MESSAGES, params, use_tqdm=False)[0].prompt_logprobs]
+    got += [told("chat/completions", messages=MESSAGES, prompt_logprobs=count)["prompt_logprobs"]]
+    for entries, known in zip(got, expected, strict=True):
+        assert known is not None
+        assert entries[0] is known[0] is None
+        for entry, one in zip(entries[1:], known[1:], strict=True):
+            assert one is not None
+            assert list(entry) == [str(token) for token in one]
+            for token, value in one.items():
+                assert entry[str(token)]["logprob"] == pytest.approx(value.logprob, abs=1e-4)
+                assert (entry[str(token)]["rank"], entry[str(token)]["decoded_token"]) == (
+                    value.rank,
+                    value.decoded_token,
+                )
+    assert "prompt_logprobs" not in told("completions", prompt=PROMPT)["choices"][0]
+    assert "prompt_logprobs" not in told("chat/completions", messages=MESSAGES)

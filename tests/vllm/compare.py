@@ -1,7 +1,8 @@
-"""Referee: real vLLM and our runtime decode the same prompts with the same speculator directory, greedy, in float32.
+"""Referee: real vLLM and our runtime decode the same prompts with the same drafts, greedy, in float32.
 
-Passes when vLLM's outputs with drafts equal its own without, and its counts of accepted drafts equal ours, position by
-position. Both get the same token ids, so that no tokenizer stands between them; vLLM gets the directory unmodified.
+Passes when vLLM's outputs with drafts equal its own without, ours equal vLLM's, and its counts of steps, of drafted and
+of accepted tokens equal ours, the last position by position. Both get the same token ids, so that no tokenizer stands
+between them, and the same speculator directory or `speculative_config`, unmodified.
 """
 
 import argparse
@@ -10,23 +11,28 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from speculators import LLM, SamplingParams
+from speculators.runtime.evaluate import first_differences
 
 HERE = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class Run:
+    """What both engines are given: a speculator's directory, or a verifier and how to draft for it."""
+
+    name: str
+    model: str
+    speculative_config: dict[str, Any] | None = None
 
 
 def read_prompts(path: Path) -> list[str]:
     with path.open(encoding="utf-8") as lines:
         return [json.loads(line)["prompt"] for line in lines]
-
-
-def first_difference(left: list[int], right: list[int]) -> int | None:
-    if left == right:
-        return None
-    pairs = enumerate(zip(left, right, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(left), len(right)))
 
 
 def ask_vllm(python: Path, request: dict) -> dict:
@@ -54,36 +60,48 @@ def ask_ours(llm: LLM, request: dict) -> dict:
     }
 
 
-def compare(speculators: list[Path], vllm_python: Path, prompts: list[str], max_tokens: int, length: int) -> list[dict]:
-    """A report a speculator; all have one verifier. `length` is the longest sequence."""
+def compare(runs: list[Run], vllm_python: Path, prompts: list[list[int]], max_tokens: int, length: int) -> list[dict]:
+    """A report a run; all have one verifier. `length` is the longest sequence."""
     request: dict = {
-        "speculators": [str(one) for one in speculators],
+        "runs": [asdict(run) for run in runs],
+        "prompts": prompts,
         "max_tokens": max_tokens,
         "max_model_len": length,
     }
     ours = []
-    for speculator in speculators:
-        llm = LLM(str(speculator), dtype="float32", max_num_seqs=1, max_model_len=length)
-        request["prompts"] = [llm.chat_token_ids([{"role": "user", "content": prompt}]) for prompt in prompts]
+    for run in runs:
+        llm = LLM(
+            run.model,
+            speculative_config=run.speculative_config,
+            dtype="float32",
+            max_num_seqs=1,
+            max_model_len=length,
+        )
         ours.append(ask_ours(llm, request))
     answer = ask_vllm(vllm_python, request)
     return [
-        report(one, mine, answer["runs"][str(one)], answer["without_drafts"], max_tokens)
-        for one, mine in zip(speculators, ours, strict=True)
+        report(run, mine, answer["runs"][run.name], answer["without_drafts"], max_tokens)
+        for run, mine in zip(runs, ours, strict=True)
     ]
 
 
-def report(speculator: Path, ours: dict, run: dict, plain: list[list[int]], max_tokens: int) -> dict:
-    read, drafted = run["read"], run["with_drafts"]
+def chat_ids(model: str, prompts: list[str]) -> list[list[int]]:
+    """Each prompt as a conversation, ready to be answered, for a verifier or the verifier of a speculator."""
+    llm = LLM(model)
+    return [llm.chat_token_ids([{"role": "user", "content": prompt}]) for prompt in prompts]
+
+
+def report(run: Run, ours: dict, answer: dict, plain: list[list[int]], max_tokens: int) -> dict:
+    read, drafted = answer["read"], answer["with_drafts"]
     theirs = {
         "num_drafts": read["num_drafts"],
         "num_draft_tokens": read["num_draft_tokens"],
         "accepted_per_position": read["num_accepted_tokens_per_pos"],
     }
     mine = ours.pop("token_ids")
-    differences = [first_difference(a, b) for a, b in zip(drafted, plain, strict=True)]
+    differences = first_differences(drafted, plain)
     return {
-        "speculator": str(speculator),
+        "speculator": run.name,
         "method": read["method"],
         "num_speculative_tokens": read["num_speculative_tokens"],
         "num_prompts": len(plain),
@@ -97,9 +115,18 @@ def report(speculator: Path, ours: dict, run: dict, plain: list[list[int]], max_
     }
 
 
-def passes(found: dict) -> bool:
-    """Outputs unchanged by drafts, counts equal, and something drafted at all."""
-    return bool(found["identical"] and found["counts_equal"] and found["vllm"]["num_drafts"])
+def faults(found: dict) -> list[str]:
+    """What is wrong in a report: outputs changed by drafts or by the engine, other counts, or nothing drafted."""
+    wrong = []
+    if not found["identical"]:
+        wrong.append(f"vLLM's outputs with drafts differ from its own without, at {found['first_difference']}")
+    if not found["ours_equal_vllm"]:
+        wrong.append("our outputs differ from vLLM's")
+    if not found["counts_equal"]:
+        wrong.append(f"this runtime counts {found['ours']}, vLLM {found['vllm']}")
+    if not found["vllm"]["num_drafts"]:
+        wrong.append("nothing was drafted")
+    return wrong
 
 
 def main() -> int:
@@ -122,13 +149,16 @@ def main() -> int:
 
         speculator = train_tiny_speculator(args.out.parent / "vllm_check", prompts, args.max_tokens)
     python, length = args.vllm_python.absolute(), args.max_model_len
-    (found,) = compare([speculator.resolve()], python, prompts, args.max_tokens, length)
+    model = str(speculator.resolve())
+    (found,) = compare([Run(model, model)], python, chat_ids(model, prompts), args.max_tokens, length)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(found, indent=2))
     accepted = sum(found["vllm"]["accepted_per_position"])
     print(f"{accepted} drafts accepted in {found['vllm']['num_drafts']} steps; report in {args.out}")
-    return 0 if passes(found) else 1
+    for wrong in faults(found):
+        print(wrong, file=sys.stderr)
+    return 1 if faults(found) else 0
 
 
 if __name__ == "__main__":

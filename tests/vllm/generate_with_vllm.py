@@ -1,11 +1,12 @@
-"""Run by the Python of vLLM's environment: greedy float32 outputs of speculator directories, with and without drafts.
+"""Run by the Python of vLLM's environment: greedy float32 outputs of one verifier, with and without drafts.
 
     generate_with_vllm.py REQUEST.json ANSWER.json
 
-REQUEST.json holds `speculators` (directories of one verifier), `prompts` (lists of token ids), `max_tokens` and
-`max_model_len`. A directory goes to vLLM as it is: method, depth and verifier are what vLLM reads from it. ANSWER.json
-gets, for each directory, the token ids and the counters of its run (`runs`), and the token ids of the verifier alone
-(`without_drafts`). It is written anew after every run, so that a refused directory loses nothing of the others.
+REQUEST.json holds `runs` (each with a `name`, a `model` and a `speculative_config` or null), `prompts` (lists of token
+ids), `max_tokens` and `max_model_len`. A speculator's directory as `model` goes to vLLM as it is: method, depth and
+verifier are what vLLM reads from it. ANSWER.json gets, for each name, the token ids and the counters of its run
+(`runs`), and the token ids of the verifier alone (`without_drafts`). It is written anew after every run, so that a
+refused run loses nothing of the others.
 """
 
 import json
@@ -23,9 +24,10 @@ from vllm import LLM, SamplingParams
 COUNTERS = "vllm:spec_decode_"
 
 
-def generate(model: str, request: dict) -> tuple[list[list[int]], dict]:
+def generate(model: str, speculative_config: dict | None, request: dict) -> tuple[list[list[int]], dict]:
     llm = LLM(
         model=model,
+        speculative_config=speculative_config,
         dtype="float32",
         enforce_eager=True,
         max_model_len=request["max_model_len"],
@@ -49,11 +51,11 @@ def generate(model: str, request: dict) -> tuple[list[list[int]], dict]:
 def main(request_path: str, answer_path: str) -> None:
     request = json.loads(Path(request_path).read_text(encoding="utf-8"))
     answer: dict = {"runs": {}, "without_drafts": None}
-    for speculator in request["speculators"]:
-        outputs, read = generate(speculator, request)
-        answer["runs"][speculator] = {"read": read, "with_drafts": outputs}
+    for run in request["runs"]:
+        outputs, read = generate(run["model"], run["speculative_config"], request)
+        answer["runs"][run["name"]] = {"read": read, "with_drafts": outputs}
         if answer["without_drafts"] is None:
-            answer["without_drafts"], _ = generate(read["verifier"], request)
+            answer["without_drafts"], _ = generate(read["verifier"], None, request)
         Path(answer_path).write_text(json.dumps(answer), encoding="utf-8")
 
 

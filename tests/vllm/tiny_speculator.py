@@ -1,10 +1,13 @@
-"""Speculators in a minute: a tiny random verifier answers the prompts, and drafts learn those answers by heart."""
+"""Drafts in a minute: a tiny random verifier answers the prompts, and speculators learn those answers by heart."""
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from speculators.models import FAMILIES
 from speculators.runtime.llm import LLM
@@ -45,6 +48,23 @@ def make_lesson(folder: Path, prompts: Sequence[str], max_tokens: int) -> tuple[
     make_verifier(verifier, hidden_size=128, num_heads=2, num_kv_heads=1)
     write_answers(verifier, prompts, max_tokens, rows)
     return verifier, rows
+
+
+def disturbed(folder: Path, verifier: Path, noise: float) -> Path:
+    """A verifier's own weights with that much noise on each, as a model that drafts for it."""
+    model = AutoModelForCausalLM.from_pretrained(verifier, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(noise * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(verifier).save_pretrained(folder)
+    return folder
+
+
+def make_stranger(folder: Path) -> Path:
+    """A model of the lesson's vocabulary, and of other sizes and weights than its verifier."""
+    return make_verifier(folder, hidden_size=64, num_layers=2, seed=1)
 
 
 def learn(folder: Path, verifier: Path, rows: Path, choice: Choice) -> Path:
