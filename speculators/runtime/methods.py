@@ -8,8 +8,11 @@ from collections.abc import Callable, Mapping
 
 from speculators.errors import EngineError
 from speculators.formats.verifier_weights import VerifierWeights
+from speculators.models.gated_delta import kept_states
 from speculators.models.serving_window import limit_draft_window
 from speculators.models.speculator import Speculator
+from speculators.models.stepwise import StepwiseDraftModel
+from speculators.runtime.additional import TreeDraftingConfig
 from speculators.runtime.config import (
     CONFIDENCE_HEAD_METHODS,
     METHOD_OF_FAMILY,
@@ -31,6 +34,7 @@ from speculators.runtime.proposers.draft_model import (
 from speculators.runtime.proposers.ngram import NgramProposer, VectorisedNgramProposer
 from speculators.runtime.proposers.proposer import Proposer
 from speculators.runtime.proposers.suffix import SuffixProposer
+from speculators.runtime.proposers.tree import TreeProposer
 from speculators.runtime.verifier import Verifier
 
 Build = Callable[[Verifier, EngineLimits], Proposer]
@@ -57,6 +61,9 @@ def _draft_head(plan: Plan, config: SpeculativeConfig, verifier: LanguageModel) 
             "none; leave it out, or give a speculator with one"
         )
     window = plan.additional.draft_window_size if config.method in WINDOW_METHODS else None
+    tree = plan.additional.tree_drafting
+    if tree is not None:
+        _check_tree(tree, speculator, verifier)
 
     def build(loaded: Verifier, limits: EngineLimits) -> Proposer:
         placed = speculator.to(loaded.device, loaded.dtype)
@@ -65,11 +72,29 @@ def _draft_head(plan: Plan, config: SpeculativeConfig, verifier: LanguageModel) 
         placed.draft.num_candidates = config.num_candidates
         if window is not None:
             limit_draft_window(placed.draft, window)
+        if tree is not None:
+            assert isinstance(placed.draft, StepwiseDraftModel)
+            return TreeProposer(placed.draft, tree.shape, limits.max_num_seqs)
         return DraftHeadProposer(
             placed.draft, plan.num_speculative_tokens, limits.max_num_seqs, probabilistic=config.probabilistic
         )
 
     return build
+
+
+def _check_tree(tree: TreeDraftingConfig, speculator: Speculator, verifier: LanguageModel) -> None:
+    where, most = "additional_config.tree_drafting", speculator.config.num_draft_ids
+    if not isinstance(speculator.draft, StepwiseDraftModel):
+        family = speculator.config.speculators_model_type
+        raise EngineError(f"{where}: a {family} draft makes no token from the one before; leave tree_drafting out")
+    if tree.top_k > most:
+        raise EngineError(f"{where}: top_k={tree.top_k}: expected a whole number in [1, {most}] (draft tokens)")
+    kept = kept_states(verifier.config)
+    if kept:
+        raise EngineError(
+            f"{where}: verifier {verifier.name_or_path!r} ({verifier.config.model_type}) has {', '.join(sorted(kept))} "
+            "layers, whose running state reads one path of tokens, not a tree; leave tree_drafting out"
+        )
 
 
 def _native(plan: Plan, config: SpeculativeConfig) -> Speculator:
