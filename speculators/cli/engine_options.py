@@ -61,7 +61,8 @@ TransferOption = Annotated[
     str | None, typer.Option("--kv-transfer-config", metavar="JSON", help="Where extracted hidden states go.")
 ]
 AdditionalOption = Annotated[
-    str | None, typer.Option("--additional-config", metavar="JSON", help="Lossy rules, confidence budgets, windows.")
+    str | None,
+    typer.Option("--additional-config", metavar="JSON", help="Lossy rules, confidence budgets, windows, trees."),
 ]
 FileOption = Annotated[
     Path | None,

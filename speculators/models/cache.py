@@ -88,6 +88,11 @@ class SlotWrite:
         spread[self.packed] = values_1NX[0]
         return spread.view(*self.positions_BT.shape, *values_1NX.shape[2:])
 
+    @property
+    def places_BT(self) -> Tensor:
+        """Where in its row of the cache each token is written, int64: at its position."""
+        return self.positions_BT
+
     def mask(self, window: int | None = None, *, causal: bool = True) -> Tensor | None:
         """Bool [B, 1, T, end], true where a query may look: at or before it, within `window`; None for everywhere.
 
@@ -152,8 +157,9 @@ class SlotCache:
             values_B[:, :, start : write.end] = v_BNTD
         else:
             rows_B1 = torch.arange(k_BNTD.shape[0], device=self.device)[:, None]
-            keys_B[rows_B1, :, write.positions_BT] = k_BNTD.transpose(1, 2)
-            values_B[rows_B1, :, write.positions_BT] = v_BNTD.transpose(1, 2)
+            places_BT = write.places_BT
+            keys_B[rows_B1, :, places_BT] = k_BNTD.transpose(1, 2)
+            values_B[rows_B1, :, places_BT] = v_BNTD.transpose(1, 2)
         return keys_B[:, :, : write.end], values_B[:, :, : write.end]
 
     def read(self, layer: int, write: SlotWrite) -> tuple[Tensor, Tensor]:
@@ -165,6 +171,22 @@ class SlotCache:
         if keys is None or values is None or keys.shape[2] < write.end:
             raise EngineError(f"layer {layer} has no keys and values of {write.end} positions; write them first")
         return keys[write.rows, :, : write.end], values[write.rows, :, : write.end]
+
+    def keep(self, rows: slice, starts: Sequence[int], kept: Sequence[Sequence[int]]) -> None:
+        """Move together what stays of entries from `starts` on: row b's at starts[b] + kept[b], which ascend from 0."""
+        width = max(map(len, kept))
+        if all(len(row) == row[-1] + 1 for row in kept):
+            return
+        index_S = torch.arange(width, device=self.device)
+        first_B1 = torch.tensor(list(starts), device=self.device)[:, None]
+        # Rows that keep fewer copy onto themselves.
+        padded = [[*row, *range(len(row), width)] for row in kept]
+        source_BS, target_BS = first_B1 + torch.tensor(padded, device=self.device), first_B1 + index_S
+        rows_B1 = torch.arange(len(kept), device=self.device)[:, None]
+        for stored in (*self.keys, *self.values):
+            if stored is not None:
+                stored_B = stored[rows]
+                stored_B[rows_B1, :, target_BS] = stored_B[rows_B1, :, source_BS]
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` entries of one slot over another (when a finished request leaves a hole)."""

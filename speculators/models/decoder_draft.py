@@ -89,7 +89,7 @@ class DecoderDraftModel(DraftModel):
             if index == len(self.layers) - 1:
                 if wanted is None:
                     break
-                if write.width > 1:
+                if write.width > len(wanted[0]):
                     rows = torch.arange(len(wanted), device=cos.device)[:, None]
                     at = torch.tensor(wanted, device=cos.device)
                     inputs_BTX, residual_BTH, cos, sin = (

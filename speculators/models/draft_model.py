@@ -73,7 +73,9 @@ class Proposal:
 
     `probs_BKD` are the probabilities they were drawn from, over draft ids; None for one-hot drafts. `confidence_BK`:
     how likely each token is to be accepted once those before it were, where the draft can tell. `top_probs_BK`: the
-    largest probability that the draft gave to a token there, where the proposer was asked for it.
+    largest probability that the draft gave to a token there, where the proposer was asked for it. `parents_BK` int64,
+    of trees: the place in its row of the token that each one continues, -1 for those that follow the verified tokens; a
+    token stands after the one that it continues, and levels one after another.
     """
 
     token_ids_BK: Tensor
@@ -81,6 +83,7 @@ class Proposal:
     probs_BKD: Tensor | None = None
     confidence_BK: Tensor | None = None
     top_probs_BK: Tensor | None = None
+    parents_BK: Tensor | None = None
 
 
 @dataclass

@@ -1,4 +1,5 @@
-"""`additional_config`: what vLLM's plugin for Ascend adds to speculation, with its keys and its defaults."""
+"""`additional_config`: what vLLM's plugin for Ascend adds to speculation, with its keys and its defaults, and what this
+engine adds of its own."""
 
 import logging
 from collections.abc import Mapping
@@ -7,7 +8,14 @@ from typing import Any
 
 from speculators.errors import EngineError
 from speculators.formats.config import MAX_SPECULATIVE_TOKENS
-from speculators.runtime.config import CONFIDENT_METHODS, UNWINDOWED_METHOD, WINDOW_METHODS, SpeculativeConfig
+from speculators.models.draft_tree import TreeShape
+from speculators.runtime.config import (
+    CONFIDENT_METHODS,
+    TREE_METHODS,
+    UNWINDOWED_METHOD,
+    WINDOW_METHODS,
+    SpeculativeConfig,
+)
 from speculators.runtime.schema import Choice, Flag, Key, Nested, Number, Whole, check_keys, key, read_mapping
 
 logger = logging.getLogger(__name__)
@@ -103,8 +111,40 @@ class DynamicSpecConfig:
 
 
 @dataclass(frozen=True)
+class TreeDraftingConfig:
+    """Drafts as a tree, whose size is that of EAGLE-2's reference; a key of this engine's own.
+
+    Counted are drafts alone: the reference counts the last verified token in its `total_token`, too, and not the first
+    level in its `depth`.
+    """
+
+    top_k: int = key(
+        10, Key(Whole(1, 64), "effect", "children of a node, and nodes of a level that are continued", nullable=False)
+    )
+    depth: int = key(
+        7, Key(Whole(1, MAX_SPECULATIVE_TOKENS), "effect", "levels of a tree, which a draft pass each", nullable=False)
+    )
+    total_token: int = key(
+        60, Key(Whole(1, 1024), "effect", "drafts of a tree that are verified, the likeliest ones", nullable=False)
+    )
+
+    def __post_init__(self) -> None:
+        check_keys(self, f"{WHERE}.tree_drafting")
+        if self.total_token < self.depth:
+            raise EngineError(
+                f"{WHERE}.tree_drafting: total_token={self.total_token} with depth={self.depth}: expected at least as "
+                "many tokens as levels, or no tree would reach the last one"
+            )
+
+    @property
+    def shape(self) -> TreeShape:
+        """The same for a draft."""
+        return TreeShape(self.top_k, self.depth, self.total_token)
+
+
+@dataclass(frozen=True)
 class AdditionalConfig:
-    """Lossy rules, confidence budgets and the drafts' attention window; None and defaults leave all of it out."""
+    """Lossy rules, confidence budgets, the drafts' attention window, trees; None and defaults leave all of it out."""
 
     rejection_sampler_config: RejectionSamplerConfig = key(
         RejectionSamplerConfig(),
@@ -137,6 +177,15 @@ class AdditionalConfig:
         ),
     )
 
+    tree_drafting: TreeDraftingConfig | None = key(
+        None,
+        Key(
+            Nested(TreeDraftingConfig, f"{WHERE}.tree_drafting"),
+            "effect",
+            "drafts are a tree, of which one verification keeps the best path (this engine's own key)",
+        ),
+    )
+
     def __post_init__(self) -> None:
         check_keys(self, WHERE)
 
@@ -151,6 +200,8 @@ class AdditionalConfig:
             if self != AdditionalConfig():
                 raise EngineError(f"{WHERE}: its keys are about speculation, and there is none; give a speculator")
             return
+        if self.tree_drafting is not None:
+            _check_tree(self, config)
         _check_rule(self.rejection_sampler_config, config)
         _check_budget(self.dynamic_spec_config, config)
         _check_window(self.draft_window_size, config)
@@ -159,6 +210,33 @@ class AdditionalConfig:
                 f"{WHERE}: batch_size_hysteresis={self.batch_size_hysteresis} without speculative_config's "
                 "num_speculative_tokens_per_batch_size, whose depths it keeps; expected both"
             )
+
+
+def _check_tree(additional: AdditionalConfig, config: SpeculativeConfig) -> None:
+    where = f"{WHERE}.tree_drafting"
+    if config.method not in TREE_METHODS or config.parallel_drafting:
+        made = " and parallel_drafting" if config.parallel_drafting else ""
+        raise EngineError(
+            f"{where}: got method {config.method!r}{made}: expected a draft of method {' or '.join(TREE_METHODS)} that "
+            "makes each token from the one before; leave tree_drafting out"
+        )
+    tables, rule = config.num_speculative_tokens_per_batch_size, config.rejection_sample_method
+    clashes = (
+        ("draft_sample_method", config.probabilistic, "a tree has the likeliest tokens, which are not drawn"),
+        ("num_speculative_tokens_per_batch_size", tables, "a tree has the same levels at every batch size"),
+        ("enable_adaptive_verification", config.enable_adaptive_verification, "a tree is verified whole"),
+        ("rejection_sample_method", rule != "standard", "siblings are tried by the standard rule"),
+    )
+    for name, clashing, reason in clashes:
+        if clashing:
+            got = f"{name}={getattr(config, name)!r}"
+            raise EngineError(f"{where} with speculative_config's {got}: {reason}; leave one of them out")
+    if additional.rejection_sampler_config.lossy:
+        raise EngineError(
+            f"{where} with rejection_sampler_config: its rules accept chains, and are lossy; leave one of them out"
+        )
+    if additional.dynamic_spec_config.method is not None:
+        raise EngineError(f"{where} with dynamic_spec_config: a tree is verified whole; leave one of them out")
 
 
 def _check_rule(rule: RejectionSamplerConfig, config: SpeculativeConfig) -> None:

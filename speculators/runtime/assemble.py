@@ -8,11 +8,12 @@ from speculators.runtime.confidence import ConfidenceBudget
 from speculators.runtime.config import CONFIDENCE_HEAD_METHODS, SpeculativeConfig
 from speculators.runtime.depth import DepthPolicy, DraftContextLimit, StaticDepth
 from speculators.runtime.depth_table import BatchSizeTable
-from speculators.runtime.engine import EngineLimits
+from speculators.runtime.engine import Engine, EngineLimits
 from speculators.runtime.infer import Plan
 from speculators.runtime.proposers.proposer import Proposer
 from speculators.runtime.rules import Rule, StandardRule, make_rule
 from speculators.runtime.step_costs import measure_costs
+from speculators.runtime.tree_engine import TreeEngine
 from speculators.runtime.verifier import Verifier
 
 
@@ -28,6 +29,11 @@ def choose_rule(plan: Plan) -> Rule:
         synthetic_acceptance_length=config.synthetic_acceptance_length,
         lossy=plan.additional.rejection_sampler_config,
     )
+
+
+def choose_engine(plan: Plan) -> type[Engine]:
+    """The kind of engine that a plan's drafts need."""
+    return Engine if plan.additional.tree_drafting is None else TreeEngine
 
 
 def choose_depth(plan: Plan, proposer: Proposer | None, verifier: Verifier, limits: EngineLimits) -> DepthPolicy | None:

@@ -66,6 +66,8 @@ CONFIDENCE_HEAD_METHODS = ("dspark",)
 CONFIDENT_METHODS = (*CONFIDENCE_HEAD_METHODS, "dflash")
 # Methods whose attention can be given a window.
 WINDOW_METHODS = ("eagle3", *BLOCK_METHODS)
+# Methods whose drafts can be a tree.
+TREE_METHODS = ("eagle", "eagle3")
 # Whose layers are the verifier's own kind, so that a window would change what they compute.
 UNWINDOWED_METHOD = "mtp"
 # Both ends of the n-grams that are looked up where neither is given.

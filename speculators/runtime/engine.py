@@ -15,6 +15,7 @@ from torch import Tensor
 
 from speculators.errors import EngineError, RequestError
 from speculators.models.cache import SlotWrite
+from speculators.models.draft_model import Proposal
 from speculators.runtime.depth import DepthPolicy, depth_of
 from speculators.runtime.logits_processors import ConstraintBuilder, as_its_grammar_leaves, process
 from speculators.runtime.logprobs import token_logprobs
@@ -26,7 +27,7 @@ from speculators.runtime.request import Request
 from speculators.runtime.rules import Rule, StandardRule
 from speculators.runtime.sampling import NoiseStreams, SamplingParams
 from speculators.runtime.stats import SpecDecodeStats
-from speculators.runtime.verifier import Verifier
+from speculators.runtime.verifier import Verifier, VerifierOutput
 from speculators.runtime.verifying import BatchVerifier
 
 
@@ -155,19 +156,8 @@ class Engine:
         if not self.running:
             return self._delivered(block=True)
         moved = list(self.running)
-        width = 1 + max(len(r.drafts) for r in moved)
-        ids_BT = _padded([[r.tokens[-1], *r.drafts] for r in moved], width, self.verifier.device)
-        write = SlotWrite.at(
-            slice(0, len(moved)),
-            [r.num_computed for r in moved],
-            width,
-            self.verifier.device,
-            lengths=[1 + len(r.drafts) for r in moved],
-            settled=[len(r.tokens) for r in moved],
-        )
-        out = self.verifier.forward(ids_BT, self._cache, write)
+        out, emitted = self._verified(moved)
         assert out.logits_BTV is not None
-        emitted = self._verify(process(out.logits_BTV, moved), ids_BT[:, 1:], moved)
         starts = [r.num_computed for r in moved]
         if self.recorder is not None and out.aux_BTX is not None:
             self.recorder.record(moved, starts, [1] * len(moved), out.aux_BTX)
@@ -196,6 +186,26 @@ class Engine:
             request.num_observed = request.num_computed
         outputs = [self._output(r) for r in moved if self.recorder is None or not r.finished]
         return outputs + self._delivered(block=not self.running and not self.waiting)
+
+    def _window(self, moved: list[Request]) -> Tensor:
+        """Each request's last token and its drafts, int64 [B, T]."""
+        width = 1 + max(len(r.drafts) for r in moved)
+        return _padded([[r.tokens[-1], *r.drafts] for r in moved], width, self.verifier.device)
+
+    def _verified(self, moved: list[Request]) -> tuple[VerifierOutput, list[list[int]]]:
+        """Let the verifier score all drafts; returns its output from each row's last token on, and what each gains."""
+        ids_BT = self._window(moved)
+        write = SlotWrite.at(
+            slice(0, len(moved)),
+            [r.num_computed for r in moved],
+            ids_BT.shape[1],
+            self.verifier.device,
+            lengths=[1 + len(r.drafts) for r in moved],
+            settled=[len(r.tokens) for r in moved],
+        )
+        out = self.verifier.forward(ids_BT, self._cache, write)
+        assert out.logits_BTV is not None
+        return out, self._verify(process(out.logits_BTV, moved), ids_BT[:, 1:], moved)
 
     def _delivered(self, *, block: bool) -> list[RequestOutput]:
         """Outputs of extracting requests that have ended and whose files are there."""
@@ -299,7 +309,7 @@ class Engine:
             request.num_observed = request.num_computed
 
     def _commit(self, request: Request, tokens: list[int], logits_TV: Tensor) -> None:
-        drafted = len(request.drafts)
+        drafted = request.draft_depth
         self.depth.learn(request, len(tokens) - 1)
         request.num_computed += len(tokens)
         for stats in (self.stats, request.stats):
@@ -313,7 +323,7 @@ class Engine:
         before = len(request.tokens)
         request.append(tokens, logprobs)
         self.num_generated_tokens += len(request.tokens) - before
-        request.drafts, request.draft_probs_KD = [], None
+        request.drafts, request.draft_parents, request.draft_probs_KD = [], [], None
 
     def _drop_finished(self) -> list[int]:
         """Close the holes that finished requests leave; returns, for each row now, which row it was before."""
@@ -342,9 +352,12 @@ class Engine:
         if num_tokens == 0:
             self.proposer.observe(new)
             return
-        proposal = self.proposer.propose(new, num_tokens)
-        ids, lengths = proposal.token_ids_BK.tolist(), self.depth.verification_lengths(proposal, new.requests)
-        for row, request in enumerate(new.requests):
+        self._take_drafts(self.proposer.propose(new, num_tokens), new.requests)
+
+    def _take_drafts(self, proposal: Proposal, requests: Sequence[Request]) -> None:
+        """Give each request the drafts that are to be verified."""
+        ids, lengths = proposal.token_ids_BK.tolist(), self.depth.verification_lengths(proposal, requests)
+        for row, request in enumerate(requests):
             count = min(lengths[row], request.room)
             request.drafts = ids[row][:count]
             if proposal.probs_BKD is not None and not request.params.greedy:

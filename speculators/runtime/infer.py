@@ -95,9 +95,25 @@ def infer(
     if plan.verifier == model:
         plan.verifier_revision = revision
     if additional is not None:
-        additional.check_against(plan.config)
-        plan.additional = additional
+        add(plan, additional, None if config is None else config.num_speculative_tokens)
     return plan
+
+
+def add(plan: Plan, additional: AdditionalConfig, num_speculative_tokens: int | None) -> None:
+    """Give a plan its additional configuration, with `num_speculative_tokens` as the user asked for it.
+
+    The depth of trees takes the place of the depth that a draft's file proposes. EngineError where the two sides
+    disagree.
+    """
+    additional.check_against(plan.config)
+    plan.additional, tree = additional, additional.tree_drafting
+    if tree is not None and plan.config is not None:
+        if num_speculative_tokens not in (None, tree.depth):
+            raise EngineError(
+                f"additional_config.tree_drafting: depth={tree.depth} with {_WHERE}'s num_speculative_tokens="
+                f"{num_speculative_tokens}: expected the same number, or no num_speculative_tokens"
+            )
+        plan.config = replace(plan.config, num_speculative_tokens=tree.depth)
 
 
 def _plan(model: str, config: SpeculativeConfig | None, revision: str | None) -> Plan:

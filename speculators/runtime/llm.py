@@ -16,13 +16,13 @@ from speculators.formats.hidden_states import HiddenStatesOptions, HiddenStatesW
 from speculators.formats.hidden_states_options import LAYER_IDS
 from speculators.models.speculator import Speculator
 from speculators.runtime.additional import AdditionalConfig
-from speculators.runtime.assemble import choose_depth, choose_rule
+from speculators.runtime.assemble import choose_depth, choose_engine, choose_rule
 from speculators.runtime.config import METHOD_OF_FAMILY, SpeculativeConfig
 from speculators.runtime.config_rules import EXTRACT_METHOD
 from speculators.runtime.description import LanguageModel, ModelDescription
-from speculators.runtime.engine import Engine, EngineLimits
+from speculators.runtime.engine import EngineLimits
 from speculators.runtime.engine_keywords import check_engine_keywords
-from speculators.runtime.infer import Plan, infer
+from speculators.runtime.infer import Plan, add, infer
 from speculators.runtime.methods import Build, prepare
 from speculators.runtime.outputs import RequestOutput
 from speculators.runtime.prefixes import require_prefix_caching
@@ -115,6 +115,7 @@ class LLM:
         *,
         num_speculative_tokens: int | None = None,
         draft_sample_method: str = "greedy",
+        additional: AdditionalConfig | None = None,
         limits: EngineLimits | None = None,
         seed: int = 0,
     ) -> "LLM":
@@ -128,6 +129,8 @@ class LLM:
                 draft_sample_method=draft_sample_method,
             )
         plan = Plan(verifier.name_or_path, config, speculator)
+        if additional is not None:
+            add(plan, additional, num_speculative_tokens)
         limits = limits or EngineLimits(max_model_len=_model_length(None, verifier))
         llm._take(verifier, plan, prepare(plan, verifier), limits, seed, None)
         return llm
@@ -144,7 +147,7 @@ class LLM:
     ) -> None:
         proposer = None if build is None else build(verifier, limits)
         self.verifier, self.method = verifier, plan.method
-        self.engine = Engine(
+        self.engine = choose_engine(plan)(
             verifier,
             proposer,
             limits=limits,

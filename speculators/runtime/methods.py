@@ -12,7 +12,10 @@ from speculators.formats.hub import resolve
 from speculators.formats.verifier_weights import VerifierWeights
 from speculators.models.gemma4_assistant.network import Gemma4Assistant
 from speculators.models.serving_window import limit_draft_window
+from speculators.models.slot_states import kept_states
 from speculators.models.speculator import Speculator
+from speculators.models.stepwise import StepwiseDraftModel
+from speculators.runtime.additional import TreeDraftingConfig
 from speculators.runtime.config import (
     CONFIDENCE_HEAD_METHODS,
     METHOD_OF_FAMILY,
@@ -35,6 +38,7 @@ from speculators.runtime.proposers.gemma4_assistant import Gemma4AssistantPropos
 from speculators.runtime.proposers.ngram import NgramProposer, VectorisedNgramProposer
 from speculators.runtime.proposers.proposer import Proposer
 from speculators.runtime.proposers.suffix import SuffixProposer
+from speculators.runtime.proposers.tree import TreeProposer
 from speculators.runtime.verifier import Verifier
 
 Build = Callable[[Verifier, EngineLimits], Proposer]
@@ -64,6 +68,9 @@ def _draft_head(plan: Plan, config: SpeculativeConfig, verifier: LanguageModel) 
         )
     _check_sizes(speculator.config, config.model, verifier)
     window = plan.additional.draft_window_size if config.method in WINDOW_METHODS else None
+    tree = plan.additional.tree_drafting
+    if tree is not None:
+        _check_tree(tree, speculator, verifier)
 
     def build(loaded: Verifier, limits: EngineLimits) -> Proposer:
         placed = speculator.to(loaded.device, loaded.dtype)
@@ -72,6 +79,9 @@ def _draft_head(plan: Plan, config: SpeculativeConfig, verifier: LanguageModel) 
         placed.draft.num_candidates = config.num_candidates
         if window is not None:
             limit_draft_window(placed.draft, window)
+        if tree is not None:
+            assert isinstance(placed.draft, StepwiseDraftModel)
+            return TreeProposer(placed.draft, tree.shape, limits.num_slots)
         return DraftHeadProposer(
             placed.draft, plan.num_speculative_tokens, limits.num_slots, probabilistic=config.probabilistic
         )
@@ -104,6 +114,21 @@ def _check_sizes(draft: SpeculatorConfig, source: str | None, verifier: Language
                 f"{WHERE}: {source} drafts for a verifier with {what} of {made_for}, and {verifier.name_or_path!r} has "
                 f"{found}; give it {draft.verifier.name_or_path!r}, for which it was made"
             )
+
+
+def _check_tree(tree: TreeDraftingConfig, speculator: Speculator, verifier: LanguageModel) -> None:
+    where, most = "additional_config.tree_drafting", speculator.config.num_draft_ids
+    if not isinstance(speculator.draft, StepwiseDraftModel):
+        family = speculator.config.speculators_model_type
+        raise EngineError(f"{where}: a {family} draft makes no token from the one before; leave tree_drafting out")
+    if tree.top_k > most:
+        raise EngineError(f"{where}: top_k={tree.top_k}: expected a whole number in [1, {most}] (draft tokens)")
+    kept = kept_states(verifier.config)
+    if kept:
+        raise EngineError(
+            f"{where}: verifier {verifier.name_or_path!r} ({verifier.config.model_type}) has {', '.join(sorted(kept))} "
+            "layers, whose running state reads one path of tokens, not a tree; leave tree_drafting out"
+        )
 
 
 def _native(plan: Plan, config: SpeculativeConfig) -> Speculator:

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from speculators.models.draft_tree import depths_of
 from speculators.runtime.logits_processors import Constraints
 from speculators.runtime.outputs import (
     NO_TOKEN_ALLOWED,
@@ -64,7 +65,8 @@ class Request:
     `num_computed` counts the tokens whose keys are in the verifier's cache; the last token is always still to be
     computed. `num_observed` counts those of them that the proposer knows of, too, and `num_cached` those that were
     copied from another request. `seed` is what its noise is made of. `drafts` are verifier ids waiting to be verified,
-    `draft_probs_KD` their probabilities over draft ids.
+    `draft_probs_KD` their probabilities over draft ids; where they are a tree, `draft_parents` has the draft that each
+    continues, -1 for the last token.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Request:
         self.num_computed = self.num_observed = self.num_cached = 0
         self.drafts: list[int] = []
         self.draft_probs_KD: Tensor | None = None
+        self.draft_parents: list[int] = []
         self.seed = 0
         self.noise: NoiseStreams | None = None
         self.constraints: Constraints | None = None
@@ -121,6 +124,11 @@ class Request:
     def room(self) -> int:
         """How many drafts may follow the next token without passing the length limit."""
         return max(0, self._max_length - len(self.tokens) - 1)
+
+    @property
+    def draft_depth(self) -> int:
+        """How many drafts may be accepted at once: all of a chain, those on the longest path of a tree."""
+        return max(depths_of(self.draft_parents)) if self.draft_parents else len(self.drafts)
 
     def append(self, token_ids: list[int], logprobs: list[dict[int, Logprob]] | None) -> None:
         """Take over verified tokens one by one; whatever follows the one that ends the request is dropped.

@@ -9,7 +9,8 @@ class SpecDecodeStats:
     """What verification steps did, for one request or a whole run.
 
     A step counts when it verified at least one drafted token. Accepted tokens are counted before an end of sequence, a
-    stop string or the length limit truncates the output; the bonus token is never counted.
+    stop string or the length limit truncates the output; the bonus token is never counted. Of a tree, the
+    drafted tokens are those of its longest path, as no more can be accepted: one a level.
     """
 
     num_spec_tokens: int

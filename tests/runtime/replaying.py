@@ -45,6 +45,39 @@ class ReplayProposer:
         return Proposal(torch.tensor(padded), lengths)
 
 
+class ReplayTrees(ReplayProposer):
+    """Drafts trees in which the continuation it was given runs through changing siblings, but lacks every fourth token.
+
+    Each level has three children of what the level before continues, the true token among them, and the true token as a
+    child of a wrong one; where a level lacks it, another is continued in its place.
+    """
+
+    def propose(self, new: NewTokens, num_tokens: int) -> Proposal:
+        """A tree a row of as many levels as are known; level i lacks the true token where (start + i) % 4 == 3."""
+        trees = [self._tree(request, num_tokens) for request in new.requests]
+        width = max(len(ids) for ids, _ in trees)
+        ids, parents = ([[*one, *[0] * (width - len(one))] for one in part] for part in zip(*trees, strict=True))
+        lengths = torch.tensor([len(ids) for ids, _ in trees])
+        return Proposal(torch.tensor(ids), lengths, parents_BK=torch.tensor(parents))
+
+    def _tree(self, request: Request, num_tokens: int) -> tuple[list[int], list[int]]:
+        known, start = self._continuations[tuple(request.prompt_token_ids)], len(request.output_token_ids)
+        ids: list[int] = []
+        parents: list[int] = []
+        followed, wrong = -1, -1
+        for level, token in enumerate(known[start:][:num_tokens], start):
+            siblings = [token ^ 1, token ^ 2, token]
+            place = level % 3
+            siblings[place], siblings[2] = siblings[2], siblings[place]
+            if level % 4 == 3:
+                siblings[place] = token ^ 3
+            first = len(ids)
+            ids += [*siblings, *[token] * (wrong >= 0)]
+            parents += [followed] * 3 + [wrong] * (wrong >= 0)
+            followed, wrong = first + place, first + (place + 1) % 3
+        return ids, parents
+
+
 def greedy(max_tokens: int, **more: object) -> SamplingParams:
     """Parameters of a greedy completion of exactly `max_tokens`, unless a stop string ends it."""
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **more)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from speculators.errors import EngineError
-from speculators.runtime.additional import AdditionalConfig
+from speculators.runtime.additional import AdditionalConfig, TreeDraftingConfig
 from speculators.runtime.config import METHODS, MISPLACED, OLD_MTP_METHODS, SpeculativeConfig
 from speculators.runtime.engine_keywords import KEYWORDS, TAKEN, check_engine_keywords
 from speculators.runtime.schema_coverage import schema_coverage
@@ -232,6 +232,10 @@ def test_families_that_are_no_methods_name_the_one_that_serves_them() -> None:
 ADDITIONAL: list[tuple[str, tuple[Any, ...], str]] = [
     ("draft_window_size", *whole(1)),
     ("batch_size_hysteresis", *whole(0, null=False)),
+    ("tree_drafting", (1, [], "on", True), r"an object \(a mapping\) or null"),
+    ("tree_drafting.top_k", *whole(1, 64, null=False)),
+    ("tree_drafting.depth", *whole(1, 128, null=False)),
+    ("tree_drafting.total_token", *whole(1, 1024, null=False)),
     ("rejection_sampler_config", (1, [], "on"), r"an object \(a mapping\)"),
     ("rejection_sampler_config.enable_block_verify", *FLAG),
     ("rejection_sampler_config.enable_entropy_verify", *FLAG),
@@ -269,6 +273,8 @@ def test_additional_keys_and_defaults() -> None:
     assert (*values, params.budget_threshold, params.min_verify_tokens) == (5, 16, 0.3, 1)
     rule = config.rejection_sampler_config
     assert (rule.lossy, rule.posterior_threshold, rule.posterior_alpha) == (False, 0.95, 0.4)
+    assert config.tree_drafting is None
+    assert AdditionalConfig.from_dict({"tree_drafting": {}}).tree_drafting == TreeDraftingConfig(10, 7, 60)
     with pytest.raises(EngineError, match="additional_config: unknown key 'draft_window'; did you mean draft_window_s"):
         AdditionalConfig.from_dict({"draft_window": 3})
     with pytest.raises(EngineError, match=r"rejection_sampler_config: unknown key 'posterior_beta'; did you mean post"):
@@ -279,6 +285,7 @@ def test_additional_keys_and_defaults() -> None:
 
 BLOCK = {"rejection_sampler_config": {"enable_block_verify": True}}
 ENTROPY = {"rejection_sampler_config": {"enable_entropy_verify": True}}
+TREE = {"tree_drafting": {"depth": 4}}
 CONFIDENT = {"dynamic_spec_config": {"method": "dflash", "method_params": {"min_verify_tokens": 4}}}
 
 
@@ -310,6 +317,32 @@ CONFIDENT = {"dynamic_spec_config": {"method": "dflash", "method_params": {"min_
             {"method": "eagle"},
             "draft_window_size=9 with method 'eagle': expected a method of",
         ),
+        (TREE, {"method": "ngram"}, "got method 'ngram': expected a draft of method eagle or eagle3 that makes each"),
+        (TREE, {"method": "mtp"}, "got method 'mtp': expected a draft of method eagle or eagle3"),
+        (TREE, {"method": "eagle3", "parallel_drafting": True}, "got method 'eagle3' and parallel_drafting: expected"),
+        (
+            TREE,
+            {"method": "eagle3", "draft_sample_method": "probabilistic"},
+            "tree_drafting with speculative_config's draft_sample_method='probabilistic': a tree has the likeliest",
+        ),
+        (
+            TREE,
+            {"method": "eagle", "num_speculative_tokens_per_batch_size": [[1, 2, 3]]},
+            r"num_speculative_tokens_per_batch_size=\(\(1, 2, 3\),\): a tree has the same levels at every batch size",
+        ),
+        (
+            TREE,
+            {"method": "eagle3", "enable_adaptive_verification": True},
+            "enable_adaptive_verification=True: a tree is verified whole; leave one of them out",
+        ),
+        (
+            TREE,
+            {"method": "eagle3", "rejection_sample_method": "block"},
+            "rejection_sample_method='block': siblings are tried by the standard rule",
+        ),
+        (TREE | BLOCK, {"method": "eagle3"}, "tree_drafting with rejection_sampler_config: its rules accept chains"),
+        (TREE | CONFIDENT, {"method": "eagle3"}, "tree_drafting with dynamic_spec_config: a tree is verified whole"),
+        (TREE, None, "its keys are about speculation, and there is none"),
     ],
 )
 def test_additional_keys_go_with_the_speculation(
@@ -325,6 +358,8 @@ def test_parameters_without_what_they_are_of_are_refused() -> None:
         AdditionalConfig.from_dict({"dynamic_spec_config": {"method_params": {"min_verify_tokens": 2}}})
     with pytest.raises(EngineError, match=r"posterior_alpha=0.5 without enable_entropy_verify"):
         AdditionalConfig.from_dict({"rejection_sampler_config": {"posterior_alpha": 0.5}})
+    with pytest.raises(EngineError, match=r"tree_drafting: total_token=5 with depth=7: expected at least as many"):
+        AdditionalConfig.from_dict({"tree_drafting": {"total_token": 5}})
 
 
 def test_a_window_does_nothing_for_native_blocks_and_says_so(caplog: pytest.LogCaptureFixture) -> None:

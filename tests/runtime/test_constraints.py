@@ -10,13 +10,15 @@ import torch
 from transformers import AutoModelForCausalLM, LogitsProcessorList, MinNewTokensLengthLogitsProcessor
 
 from speculators.errors import RequestError
+from speculators.runtime.additional import AdditionalConfig, TreeDraftingConfig
 from speculators.runtime.engine import Engine, EngineLimits
 from speculators.runtime.llm import LLM
 from speculators.runtime.outputs import NO_TOKEN_ALLOWED, RequestOutput
 from speculators.runtime.sampling import SamplingParams
+from speculators.runtime.tree_engine import TreeEngine
 from speculators.runtime.verifier import Verifier
 from tests.runtime.parts import random_speculator
-from tests.runtime.replaying import ReplayProposer
+from tests.runtime.replaying import ReplayProposer, ReplayTrees
 
 PROMPTS = ["The quick brown fox", "rain fell all night, the road was closed", "What is the sum of twelve?"]
 LIMITS = EngineLimits(max_num_seqs=2, max_model_len=200)
@@ -36,12 +38,13 @@ def free(verifier: Verifier) -> list[RequestOutput]:
 
 
 def with_replay(
-    verifier: Verifier, known: Sequence[RequestOutput], params: SamplingParams, num_tokens: int
+    verifier: Verifier, known: Sequence[RequestOutput], params: SamplingParams, num_tokens: int, *, trees: bool = False
 ) -> tuple[list[RequestOutput], Engine]:
-    """Outputs for the prompts of `known`, drafted from what it answered with every third token wrong."""
+    """Outputs for the prompts of `known`, drafted from what it answered with every third token wrong, or as trees."""
     llm = LLM.from_parts(verifier, limits=LIMITS)
     continuations = {tuple(one.prompt_token_ids): one.outputs[0].token_ids for one in known}
-    llm.engine = Engine(verifier, ReplayProposer(continuations, num_tokens), limits=LIMITS, metrics_level="summary")
+    engine, proposer = (TreeEngine, ReplayTrees) if trees else (Engine, ReplayProposer)
+    llm.engine = engine(verifier, proposer(continuations, num_tokens), limits=LIMITS, metrics_level="summary")
     return llm.generate(PROMPTS, params, use_tqdm=False), llm.engine
 
 
@@ -96,20 +99,26 @@ NAMES = (
 )  # fmt: skip
 
 
+@pytest.mark.parametrize("trees", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_constraints_act_inside_the_draft_window(verifier: Verifier, free: list[RequestOutput], name: str) -> None:
+def test_constraints_act_inside_the_draft_window(
+    verifier: Verifier, free: list[RequestOutput], name: str, trees: bool
+) -> None:
+    """In a tree, along each draft's own path."""
     params = SamplingParams(**{**GREEDY, **wishes(name, verifier, free)})
     plain = LLM.from_parts(verifier, limits=LIMITS).generate(PROMPTS, params, use_tqdm=False)
     assert any(one.outputs[0].token_ids != other.outputs[0].token_ids for one, other in zip(plain, free, strict=True))
-    drafted, engine = with_replay(verifier, plain, params, 4)
+    drafted, engine = with_replay(verifier, plain, params, 4, trees=trees)
     assert [said(one) for one in drafted] == [said(one) for one in plain]
     assert engine.stats is not None
     assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
     # Drafts of the unconstrained answers go astray, which changes nothing but the pace.
-    astray, engine = with_replay(verifier, free, params, 3)
+    astray, engine = with_replay(verifier, free, params, 3, trees=trees)
     assert [said(one) for one in astray] == [said(one) for one in plain]
     # So do those of a draft model that has learnt nothing.
-    llm = LLM.from_parts(verifier, random_speculator(verifier), num_speculative_tokens=3, limits=LIMITS)
+    additional = AdditionalConfig(tree_drafting=TreeDraftingConfig(3, 3, 10) if trees else None)
+    speculator = random_speculator(verifier)
+    llm = LLM.from_parts(verifier, speculator, num_speculative_tokens=3, additional=additional, limits=LIMITS)
     assert [said(one) for one in llm.generate(PROMPTS, params, use_tqdm=False)] == [said(one) for one in plain]
 
 
@@ -221,8 +230,8 @@ def test_prompt_logprobs_are_those_of_the_model(verifier: Verifier, tokens_a_pas
                 assert told.rank == (law[place] > law[place, token]).sum() + 1
 
 
-@pytest.mark.parametrize("drafting", [False, True])
-def test_a_request_without_a_token_left_ends_with_the_reason(verifier: Verifier, drafting: bool) -> None:
+@pytest.mark.parametrize("drafting", ["nothing", "chains", "trees"])
+def test_a_request_without_a_token_left_ends_with_the_reason(verifier: Verifier, drafting: str) -> None:
     """It keeps what it has, and its neighbours go on."""
     end = verifier.tokenizer.eos_token_id
     only = SamplingParams(temperature=0, max_tokens=9, allowed_token_ids=[end, 70], min_tokens=5, bad_words=["zzz"])
@@ -230,9 +239,10 @@ def test_a_request_without_a_token_left_ends_with_the_reason(verifier: Verifier,
     stuck = SamplingParams(temperature=0, max_tokens=9, allowed_token_ids=[end, 70], min_tokens=5, bad_words=[word * 3])
     assert verifier.tokenizer.encode(word * 3) == [70, 70, 70]
     llm = LLM.from_parts(verifier, limits=LIMITS)
-    if drafting:
+    if drafting != "nothing":
         prompts = [tuple(verifier.tokenizer(prompt)["input_ids"]) for prompt in PROMPTS[:2]]
-        llm.engine = Engine(verifier, ReplayProposer({one: [70] * 9 for one in prompts}, 2), limits=LIMITS)
+        engine, proposer = (TreeEngine, ReplayTrees) if drafting == "trees" else (Engine, ReplayProposer)
+        llm.engine = engine(verifier, proposer({one: [70] * 9 for one in prompts}, 2), limits=LIMITS)
     first, second = llm.generate(PROMPTS[:2], [stuck, only], use_tqdm=False)
     completion = first.outputs[0]
     assert (completion.token_ids, completion.text) == ([70, 70], word * 2)

@@ -17,9 +17,10 @@ from speculators.runtime.llm import LLM
 from speculators.runtime.outputs import NO_TOKEN_ALLOWED, RequestOutput
 from speculators.runtime.sampling import SamplingParams
 from speculators.runtime.structured_outputs import StructuredOutputsParams
+from speculators.runtime.tree_engine import TreeEngine
 from speculators.runtime.verifier import Verifier
 from tests.runtime.parts import random_speculator, random_verifier
-from tests.runtime.replaying import ReplayProposer
+from tests.runtime.replaying import ReplayProposer, ReplayTrees
 from tests.tiny_models import make_tokenizer
 
 PROMPTS = ["The quick brown fox", "rain fell all night, the road was closed", "What is the sum of twelve?"]
@@ -85,11 +86,12 @@ def shown(outputs: Sequence[RequestOutput]) -> list[tuple[object, ...]]:
     return [(one.token_ids, one.text, one.finish_reason, one.stop_reason) for one in completions]
 
 
-def replaying(verifier: Verifier, known: Sequence[RequestOutput], num_tokens: int) -> LLM:
-    """Drafts these outputs with every third token wrong, most of which no grammar allows."""
+def replaying(verifier: Verifier, known: Sequence[RequestOutput], num_tokens: int, *, trees: bool = False) -> LLM:
+    """Drafts these outputs with every third token wrong, or as trees; of the wrong ones, no grammar allows most."""
     llm = LLM.from_parts(verifier, limits=LIMITS)
     continuations = {tuple(one.prompt_token_ids): [*one.outputs[0].token_ids, 1, 1, 1] for one in known}
-    llm.engine = Engine(verifier, ReplayProposer(continuations, num_tokens), limits=LIMITS)
+    engine, proposer = (TreeEngine, ReplayTrees) if trees else (Engine, ReplayProposer)
+    llm.engine = engine(verifier, proposer(continuations, num_tokens), limits=LIMITS)
     return llm
 
 
@@ -101,8 +103,8 @@ def test_outputs_fit_and_drafts_leave_them_as_they_are(verifier: Verifier, form:
     for output in plain:
         assert output.outputs[0].finish_reason == "stop"
         assert fits(output.outputs[0].text), output.outputs[0].text
-    for num_tokens in (2, 5):
-        llm = replaying(verifier, plain, num_tokens)
+    for num_tokens, trees in ((2, False), (5, False), (4, True)):
+        llm = replaying(verifier, plain, num_tokens, trees=trees)
         assert shown(answers(llm, params)) == shown(plain)
         assert llm.engine.stats is not None
         assert 0 < llm.engine.stats.num_accepted_tokens < llm.engine.stats.num_draft_tokens
@@ -118,7 +120,7 @@ def test_sampled_outputs_fit(verifier: Verifier, form: str) -> None:
     params.insert(1, SamplingParams(temperature=1.0, seed=9, max_tokens=12, ignore_eos=True))
     known = LLM.from_parts(verifier, limits=LIMITS).generate(PROMPTS, params, use_tqdm=False)
     sampled = LLM.from_parts(verifier, random_speculator(verifier), draft_sample_method="probabilistic", limits=LIMITS)
-    for llm in (replaying(verifier, known, 3), sampled):
+    for llm in (replaying(verifier, known, 3), replaying(verifier, known, 3, trees=True), sampled):
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
         for output in (outputs[0], outputs[2]):
             assert output.outputs[0].finish_reason == "stop"

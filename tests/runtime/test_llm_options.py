@@ -295,6 +295,10 @@ SHOWN = {
     "additional_config.dynamic_spec_config.method_params.budget_threshold": UPDATE,
     "additional_config.draft_window_size": HERE + "test_a_window_changes_what_is_drafted_and_no_answer",
     "additional_config.batch_size_hysteresis": HERE + "test_hysteresis_keeps_the_depth_of_a_batch_size_nearby",
+    **dict.fromkeys(
+        [f"additional_config.tree_drafting{key}" for key in ("", ".top_k", ".depth", ".total_token")],
+        "test_tree_drafting.py::test_the_size_is_what_was_asked_for",
+    ),
 }
 
 
@@ -334,6 +338,13 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"rejection_sampler_config": {"enable_block_verify": True}},
         "replace the standard one",
     ),
+    ({"model": "{eagle3}"}, {"tree_drafting": {"top_k": 9, "depth": 129}}, r"depth=129: expected .* in \[1, 128\]"),
+    (
+        {"model": "{eagle3}", "num_speculative_tokens": 3},
+        {"tree_drafting": {}},
+        "depth=7 with .*num_speculative_tokens=3",
+    ),
+    ({"model": "{near}", "num_speculative_tokens": 2}, {"tree_drafting": {"depth": 2}}, "got method 'draft_model'"),
     ({"model": "{eagle3}", "method": "eagle"}, {}, "method='eagle', but .* is a speculator for method 'eagle3'"),
     ({"model": "{tiny eagle}"}, {}, "drafts for a verifier with a vocabulary of 3, and .* has 384; give it"),
     ({"model": "{tiny eagle3}"}, {}, "drafts for a verifier with a vocabulary of 3, and .* has 384; give it"),

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from speculators.formats.decoder import DecoderConfig
-from speculators.models.cache import SlotWrite
-from speculators.models.decoder_draft import DecoderDraftModel
-from speculators.models.draft_model import DraftContext, DraftSampler, Proposal
+from speculators.models.draft_model import DraftContext
 from speculators.models.eagle.config import EagleConfig
 from speculators.models.layers import DecoderLayer, RMSNorm, RotaryTable, SkinnyLinear
-from speculators.models.proposing import Drafts, normed_states
+from speculators.models.proposing import normed_states
+from speculators.models.stepwise import StepwiseDraftModel
 from speculators.models.unroll import Memory, Trunk, Unroll
 
 
@@ -37,7 +36,7 @@ class EagleLayer(DecoderLayer):
         return (self.input_layernorm(hidden) if self.normed else hidden), hidden
 
 
-class EagleModel(DecoderDraftModel):
+class EagleModel(StepwiseDraftModel):
     """An EAGLE draft; embeddings and head are the verifier's, frozen, and the head is never stored."""
 
     config: EagleConfig
@@ -78,23 +77,18 @@ class EagleModel(DecoderDraftModel):
             steps.append(hidden)
         return steps
 
-    @torch.no_grad()
-    def propose(self, context: DraftContext, num_tokens: int, sampler: DraftSampler) -> Proposal:
-        """Bring the cache in step with the verified tokens and draft `num_tokens` more, one after another."""
-        drafts, token_ids = Drafts(self, sampler, num_tokens), context.token_ids_BT
-        write = SlotWrite.at(context.rows, context.starts, token_ids.shape[1], token_ids.device)
-        wanted = [[index] for index in context.last]
-        inputs, residual = self.blocks()[0].prepare(self.fuse(token_ids, normed_states(context)))
-        hidden = self.extend(inputs, residual, context.cache, write, wanted if num_tokens else None)
-        for step in range(num_tokens):
-            if step:
-                starts = [end + step - 1 for end in context.ends]
-                write = SlotWrite.at(context.rows, starts, 1, token_ids.device)
-                inputs, residual = self.blocks()[0].prepare(self.fuse(drafts.token_ids[-1][:, None], hidden))
-                hidden = self.extend(inputs, residual, context.cache, write, [[0]] * len(starts))
-            hidden = self.output(hidden)
-            drafts.draw(self.lm_head(hidden).squeeze(1))
-        return drafts.proposal(context)
+    def first_states(self, context: DraftContext) -> Tensor:
+        """The verifier's states after its final norm."""
+        return normed_states(context)
+
+    def layer_inputs(self, token_ids: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Verifier ids beside the states before them -> the first layer's input and residual, [..., H] each."""
+        return self.blocks()[0].prepare(self.fuse(token_ids, states))
+
+    def predict(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The last layer's output [..., H] -> logits [..., V], and the states that the next token is read with."""
+        states = self.output(hidden)
+        return self.lm_head(states), states
 
 
 class EagleTrunk(Trunk):

@@ -5,19 +5,18 @@ Shape suffixes as in `draft_model`; R context positions of a packed batch that a
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from speculators.models.cache import SlotWrite
-from speculators.models.draft_model import DraftContext, DraftSampler, Proposal
+from speculators.models.draft_model import DraftContext
 from speculators.models.eagle3.config import Eagle3Config
 from speculators.models.eagle3.network import FusedDraftModel
 from speculators.models.eagle3.unroll import Eagle3Trunk
-from speculators.models.proposing import Drafts
+from speculators.models.proposing import aux_states
+from speculators.models.stepwise import StepwiseDraftModel
 from speculators.models.unroll import Memory, Unroll
 
 
-class Eagle3Model(FusedDraftModel):
+class Eagle3Model(StepwiseDraftModel, FusedDraftModel):
     """An EAGLE-3 draft: each token's state is made from the state before it."""
 
     config: Eagle3Config
@@ -38,22 +37,15 @@ class Eagle3Model(FusedDraftModel):
                 hidden = normed
         return steps
 
-    @torch.no_grad()
-    def propose(self, context: DraftContext, num_tokens: int, sampler: DraftSampler) -> Proposal:
-        """Bring the cache in step with the verified tokens and draft `num_tokens` more, one after another."""
-        drafts, token_ids = Drafts(self, sampler, num_tokens), context.token_ids_BT
-        embeds, hidden = self.enter(context)
-        write = SlotWrite.at(context.rows, context.starts, token_ids.shape[1], token_ids.device)
-        wanted = [[index] for index in context.last]
-        inputs, residual = self.first_layer.join(embeds, hidden)
-        hidden = self.extend(inputs, residual, context.cache, write, wanted if num_tokens else None)
-        for step in range(num_tokens):
-            if step:
-                starts = [end + step - 1 for end in context.ends]
-                write = SlotWrite.at(context.rows, starts, 1, token_ids.device)
-                inputs, residual = self.first_layer.join(self.embed(drafts.token_ids[-1][:, None]), hidden)
-                hidden = self.extend(inputs, residual, context.cache, write, [[0]] * len(starts))
-            normed = self.norm(hidden)
-            drafts.draw(self.lm_head(normed).squeeze(1))
-            hidden = normed if self.config.norm_output else hidden
-        return drafts.proposal(context)
+    def first_states(self, context: DraftContext) -> Tensor:
+        """The verifier's aux states, fused."""
+        return self.combine(aux_states(context, self))
+
+    def layer_inputs(self, token_ids: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Verifier ids beside the states before them -> the first layer's input [..., 2H] and residual [..., H]."""
+        return self.first_layer.join(self.embed(token_ids), states)
+
+    def predict(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The last layer's output [..., H] -> logits [..., D], and the states that the next token is read with."""
+        normed: Tensor = self.norm(hidden)
+        return self.lm_head(normed), normed if self.config.norm_output else hidden

@@ -76,9 +76,8 @@ class DraftHeadProposer:
     def forget(self, request: Request) -> None:
         """Nothing to do: the next request in the row overwrites the cache."""
 
-    @torch.no_grad()
-    def _run(self, new: NewTokens, num_tokens: int) -> Proposal:
-        context = DraftContext(
+    def _context(self, new: NewTokens) -> DraftContext:
+        return DraftContext(
             token_ids_BT=new.next_ids_BT,
             aux_hidden_states_BTX=new.aux_BTX,
             starts=new.starts,
@@ -87,6 +86,10 @@ class DraftHeadProposer:
             rows=new.rows,
             normed_hidden_states_BTH=new.normed_BTH,
         )
+
+    @torch.no_grad()
+    def _run(self, new: NewTokens, num_tokens: int) -> Proposal:
+        context = self._context(new)
         sampler = RowSampler(new.requests, probabilistic=self._probabilistic)
         if not self.keeps_top_probs:
             return self.draft.propose(context, num_tokens, sampler)
