@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 
-from speculators.convert.source import SourceCheckpoint, SourceTensor
+from speculators.convert.source import DTYPE_OF_TORCH, SourceCheckpoint, SourceTensor
 from speculators.errors import FormatError
-from speculators.formats.checkpoint import TensorHeader, account_for
-from speculators.formats.config import SpeculatorConfig
+from speculators.formats.checkpoint import DTYPE_NAMES, TensorHeader, account_for
+from speculators.formats.config import Dtype, SpeculatorConfig
 from speculators.formats.faults import Fault, error_of, fault
 
 ROTARY = ".rotary_emb.inv_freq"
+TORCH_OF_DTYPE = {name: dtype for dtype, name in DTYPE_OF_TORCH.items()}
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,10 @@ class PlannedTensor:
     def copy(cls, tensor: SourceTensor) -> PlannedTensor:
         """The tensor as it was stored."""
         return cls(tensor.shape, tensor.dtype, tensor.read)
+
+    def stored_as(self, dtype: str) -> PlannedTensor:
+        """The same numbers in another dtype, as safetensors calls it."""
+        return replace(self, dtype=dtype, make=partial(_converted, self.make, TORCH_OF_DTYPE[dtype]))
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,7 @@ class Ledger:
         self.notes: list[str] = []
         self._used: list[str] = []
         self._left = dict(source.tensors)
+        self._files = {file.name: file for file in source.side_files}
         for name in [name for name in self._left if name.endswith(ROTARY)]:
             self.drop(name, "a rotary buffer, which follows from the configuration")
 
@@ -122,6 +130,25 @@ class Ledger:
         tensor = self._left.pop(name)
         self.dropped[tensor.name] = reason
 
+    def take_file(self, name: str) -> Path | None:
+        """Use a file beside the weights; None where it is not there. What is not used is accounted for at the end."""
+        file = self._files.pop(name, None)
+        if file is not None:
+            self._used.append(name)
+        return file
+
+    def settle_dtype(self, chosen: Dtype | None = None) -> Dtype:
+        """Give all planned float tensors one dtype and return it: `chosen`, else theirs, float32 where they differ."""
+        floats = {name: tensor for name, tensor in self.planned.items() if tensor.dtype in DTYPE_NAMES}
+        kinds = {tensor.dtype for tensor in floats.values()}
+        stored = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+        only = kinds.pop() if len(kinds) == 1 else "F32"
+        wanted = only if chosen is None else stored[chosen]
+        if kinds and chosen is None:
+            self.note(f"tensors are stored as {' and '.join(sorted(kinds))}; all of them are written as F32")
+        self.planned |= {name: tensor.stored_as(wanted) for name, tensor in floats.items() if tensor.dtype != wanted}
+        return cast(Dtype, DTYPE_NAMES[wanted])
+
     def note(self, text: str) -> None:
         """Say something that the user should know, such as a default that was taken."""
         self.notes.append(text)
@@ -158,6 +185,10 @@ class Ledger:
             notes=tuple(self.notes),
             **more,
         )
+
+
+def _converted(make: Callable[[], Tensor], dtype: torch.dtype) -> Tensor:
+    return make().to(dtype)
 
 
 def _unfit(planned: Mapping[str, PlannedTensor], config: SpeculatorConfig) -> list[Fault]:
