@@ -21,7 +21,7 @@ from speculators.formats.hub import resolve
 from speculators.formats.tensor_health import number_faults
 
 # Besides the files of a speculator, what other projects' repositories hold of a draft.
-PATTERNS = ("*.json", "*.safetensors", "*.bin", "*.pt", "*.model", "*.txt", "README.md")
+PATTERNS = ("*.json", "*.safetensors", "*.bin", "*.pt", "*.model", "*.txt", "*.jinja", "README.md")
 
 
 @dataclass(frozen=True)
