@@ -20,7 +20,7 @@ from speculators.formats.faults import Fault
 from speculators.formats.hub import resolve
 
 # Besides the files of a speculator, what other projects' repositories hold of a draft.
-PATTERNS = ("*.json", "*.safetensors", "*.bin", "*.pt", "*.model", "*.txt", "README.md")
+PATTERNS = ("*.json", "*.safetensors", "*.bin", "*.pt", "*.model", "*.txt", "*.jinja", "README.md")
 
 
 @dataclass(frozen=True)

@@ -172,13 +172,7 @@ def read_pickle(file: Path) -> dict[str, Tensor]:
 
     A state dict, or one below the key `state_dict` or `model`. FormatError for anything else, code above all.
     """
-    try:
-        loaded = _unpickled(file)
-    except (UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
-        raise FormatError(
-            f"{file}: cannot be read as plain tensors ({str(error).splitlines()[0]}); whoever made it can save it as "
-            "safetensors"
-        ) from error
+    loaded = load_pickle(file)
     for key in ("state_dict", "model"):
         if isinstance(loaded, dict) and isinstance(loaded.get(key), dict):
             loaded = loaded[key]
@@ -187,6 +181,17 @@ def read_pickle(file: Path) -> dict[str, Tensor]:
     ):
         raise FormatError(f"{file}: expected tensors by name, found {type(loaded).__name__}; give the weights' file")
     return dict(loaded)
+
+
+def load_pickle(file: Path) -> object:
+    """What torch's restricted reader makes of a file; FormatError where it holds anything but plain data."""
+    try:
+        return _unpickled(file)
+    except (UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+        raise FormatError(
+            f"{file}: cannot be read as plain tensors ({str(error).splitlines()[0]}); whoever made it can save it as "
+            "safetensors"
+        ) from error
 
 
 def _unpickled(file: Path) -> object:
