@@ -82,6 +82,17 @@ class CheckpointPlan:
         """Bytes of the tensors that will be written."""
         return sum(prod(tensor.shape) * ITEM_SIZE[tensor.dtype] for tensor in self.tensors.values())
 
+    def account(self) -> dict[str, Any]:
+        """Where everything went, as JSON: `used, dropped, derived, ids, notes`."""
+        ids = self.ids
+        return {
+            "used": list(self.used),
+            "dropped": [{"tensor": name, "reason": reason} for name, reason in self.dropped.items()],
+            "derived": [{"tensor": name, "from": origin} for name, origin in self.derived.items()],
+            "ids": None if ids is None else {"read": ids.read, "written": ids.written, "source": ids.source},
+            "notes": list(self.notes),
+        }
+
 
 class Ledger:
     """The source's tensors while a plan is made: each is taken or dropped once, and what is left is an error."""
