@@ -18,6 +18,7 @@ from torch import Tensor
 
 from speculators.convert.decoder_layer import decoder_layer
 from speculators.convert.detect import WRAPPERS
+from speculators.convert.dtypes import dequantise, settle_dtype
 from speculators.convert.from_dflash_settings import (
     BlockSettings,
     explicit_causality,
@@ -28,8 +29,8 @@ from speculators.convert.from_dflash_settings import (
 )
 from speculators.convert.layer_ids import block_default, read_layer_ids
 from speculators.convert.options import ConversionVerifier, ConvertOptions
-from speculators.convert.plan import TORCH_OF_DTYPE, CheckpointPlan, LayerIdReading, Ledger, PlannedTensor
-from speculators.convert.source import SourceCheckpoint, SourceTensor, load_pickle
+from speculators.convert.plan import CheckpointPlan, LayerIdReading, Ledger, PlannedTensor
+from speculators.convert.source import TORCH_OF_DTYPE, SourceCheckpoint, SourceTensor, load_pickle
 from speculators.formats.decoder import DecoderConfig
 from speculators.formats.faults import error_of, fault
 from speculators.models.choices import completed
@@ -97,7 +98,7 @@ class BlockReader:
             **fields,
         )
         self.ledger.copy_all(config.expected_tensors())
-        dtype = self.ledger.settle_dtype(self.options.dtype)
+        dtype = settle_dtype(self.ledger, self.options.dtype)
         return self.ledger.finish(family, config.model_copy(update={"dtype": dtype}), self.ids)
 
     def sees_later_slots(self) -> bool:

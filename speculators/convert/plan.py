@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from speculators.convert.source import DTYPE_OF_TORCH, SourceCheckpoint, SourceTensor
+from speculators.convert.side_files import account_for_files
+from speculators.convert.source import TORCH_OF_DTYPE, SourceCheckpoint, SourceTensor
 from speculators.errors import FormatError
-from speculators.formats.checkpoint import DTYPE_NAMES, TensorHeader, account_for
-from speculators.formats.config import Dtype, SpeculatorConfig
+from speculators.formats.checkpoint import ITEM_SIZE, TensorHeader, account_for
+from speculators.formats.config import SpeculatorConfig
 from speculators.formats.faults import Fault, error_of, fault
 
 ROTARY = ".rotary_emb.inv_freq"
-TORCH_OF_DTYPE = {name: dtype for dtype, name in DTYPE_OF_TORCH.items()}
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,10 @@ class PlannedTensor:
         """The tensor as it was stored."""
         return cls(tensor.shape, tensor.dtype, tensor.read)
 
-    def stored_as(self, dtype: str) -> PlannedTensor:
-        """The same numbers in another dtype, as safetensors calls it."""
-        return replace(self, dtype=dtype, make=partial(_converted, self.make, TORCH_OF_DTYPE[dtype]))
+    @classmethod
+    def zeros(cls, shape: tuple[int, ...], dtype: str) -> PlannedTensor:
+        """A tensor of zeros."""
+        return cls(shape, dtype, lambda: torch.zeros(shape, dtype=TORCH_OF_DTYPE[dtype]))
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,11 @@ class CheckpointPlan:
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     copies: tuple[Path, ...] = ()
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors that will be written."""
+        return sum(prod(tensor.shape) * ITEM_SIZE[tensor.dtype] for tensor in self.tensors.values())
+
 
 class Ledger:
     """The source's tensors while a plan is made: each is taken or dropped once, and what is left is an error."""
@@ -101,11 +107,20 @@ class Ledger:
         """Whether a tensor is there and neither taken nor dropped."""
         return name in self._left
 
-    def take(self, name: str) -> SourceTensor:
-        """Use a tensor; FormatError where it is missing."""
+    def stored(self, name: str) -> SourceTensor:
+        """A tensor that is left, to look at; FormatError where it is missing."""
         if name not in self._left:
             raise error_of([fault("missing-tensor", f"{name} is missing")], self.source.directory)
-        self._used.append(self._left[name].name)
+        return self._left[name]
+
+    def exchange(self, name: str, meaning: SourceTensor, made_of: str) -> None:
+        """Let a tensor that is left stand for what it means; `made_of` says in words how that is made."""
+        self._left[name] = meaning
+        self.derived[name] = made_of
+
+    def take(self, name: str) -> SourceTensor:
+        """Use a tensor; FormatError where it is missing."""
+        self._used.append(self.stored(name).name)
         return self._left.pop(name)
 
     def copy(self, name: str, target: str | None = None) -> None:
@@ -137,17 +152,16 @@ class Ledger:
             self._used.append(name)
         return file
 
-    def settle_dtype(self, chosen: Dtype | None = None) -> Dtype:
-        """Give all planned float tensors one dtype and return it: `chosen`, else theirs, float32 where they differ."""
-        floats = {name: tensor for name, tensor in self.planned.items() if tensor.dtype in DTYPE_NAMES}
-        kinds = {tensor.dtype for tensor in floats.values()}
-        stored = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-        only = kinds.pop() if len(kinds) == 1 else "F32"
-        wanted = only if chosen is None else stored[chosen]
-        if kinds and chosen is None:
-            self.note(f"tensors are stored as {' and '.join(sorted(kinds))}; all of them are written as F32")
-        self.planned |= {name: tensor.stored_as(wanted) for name, tensor in floats.items() if tensor.dtype != wanted}
-        return cast(Dtype, DTYPE_NAMES[wanted])
+    def drop_file(self, name: str, reason: str) -> None:
+        """Leave a file beside the weights out, and say why."""
+        del self._files[name]
+        self.dropped[name] = reason
+
+    def withdraw(self, name: str, reason: str) -> None:
+        """Leave out a tensor that was planned under its own name, if it was, and say why."""
+        if self.planned.pop(name, None) is not None and name in self._used:
+            self._used.remove(name)
+            self.dropped[name] = reason
 
     def note(self, text: str) -> None:
         """Say something that the user should know, such as a default that was taken."""
@@ -174,6 +188,8 @@ class Ledger:
             names = ", ".join(sorted(self._left)[:5])
             text = f"{len(self._left)} tensors have no place in the result: {names}"
             raise error_of([fault("unknown-tensor", text)], self.source.directory)
+        source = self.source
+        self.dropped |= account_for_files(source.directory, self._files.values(), source.tensors, source.named)
         return CheckpointPlan(
             family=family,
             config=config,
@@ -185,10 +201,6 @@ class Ledger:
             notes=tuple(self.notes),
             **more,
         )
-
-
-def _converted(make: Callable[[], Tensor], dtype: torch.dtype) -> Tensor:
-    return make().to(dtype)
 
 
 def _unfit(planned: Mapping[str, PlannedTensor], config: SpeculatorConfig) -> list[Fault]:
