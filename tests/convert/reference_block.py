@@ -1,7 +1,7 @@
 """DFlash, DFlash 2 and DSpark computed from foreign tensors by their papers' formulas, one block of one sequence.
 
-No part of the library is used; float32. T tokens, of which the last is the anchor: the states of those before it are the
-context, and the block's slots stand at positions T - 1, T, ...
+No part of the library is used; float32. T tokens, of which the last is the anchor: the states of those before it are
+the context, and the block's slots stand at positions T - 1, T, ...
 """
 
 import math
@@ -60,10 +60,8 @@ class Foreign:
         if fused in self.tensors and name[-6:] in ("q_proj", "k_proj", "v_proj"):
             wide = self.config["num_attention_heads"] * self.size
             narrow = self.config["num_key_value_heads"] * self.size
-            start, stop = {"q": (0, wide), "k": (wide, wide + narrow), "v": (wide + narrow, wide + 2 * narrow)}[
-                name[-6]
-            ]
-            return states @ self.tensors[fused][start:stop].T
+            parts = dict(zip("qkv", self.tensors[fused].split([wide, narrow, narrow]), strict=True))
+            return states @ parts[name[-6]].T
         return states @ self.tensors[f"{name}.weight"].T
 
     def rotated(self, states: Tensor, positions: Tensor) -> Tensor:
@@ -166,11 +164,8 @@ def drafted(foreign: Foreign, tokens: Tensor, hidden_states: Sequence[Tensor], m
     """The block's tokens, likeliest first, each with what was known when it was chosen."""
     states = states_of_block(foreign, tokens, hidden_states, meaning)
     states = states if meaning.next_token else states[1:]
-    found, previous, memory = (
-        Drafted([], [], []),
-        int(tokens[-1]),
-        torch.zeros(foreign.settings.get("markov_rank") or 1),
-    )
+    found, previous = Drafted([], [], []), int(tokens[-1])
+    memory = torch.zeros(foreign.settings.get("markov_rank") or 1)
     d2t = foreign.tensors.get("d2t")
     for state in states:
         logits = foreign.head @ state
@@ -198,11 +193,8 @@ def _markov(foreign: Foreign, state: Tensor, previous: int, memory: Tensor) -> t
     embed = first[previous]
     gate, joint = _head(foreign, "gate_proj.weight"), _head(foreign, "joint_proj.weight")
     if gate is not None:
-        return (
-            second @ (torch.sigmoid(gate @ torch.cat((state, embed)) + _head(foreign, "gate_proj.bias")) * embed),
-            (memory),
-            embed,
-        )
+        opened = torch.sigmoid(gate @ torch.cat((state, embed)) + _head(foreign, "gate_proj.bias"))
+        return second @ (opened * embed), memory, embed
     if joint is None:
         return second @ embed, memory, embed
     three = joint @ torch.cat((memory, embed, state)) + _head(foreign, "joint_proj.bias")
@@ -224,9 +216,8 @@ def _selected(foreign: Foreign, state: Tensor, unary: Tensor, previous: int) -> 
     """The logits of a slot's likeliest candidates, with how well each follows the token before."""
     before = foreign.tensors["candidate_selector.predecessor_codebook"][previous]
     query = before * foreign.linear("candidate_selector.hidden_projection", state)
+    after = foreign.tensors["candidate_selector.successor_codebook"]
     scores = torch.full_like(unary, float("-inf"))
     for candidate in unary.topk(foreign.settings["selector_top_k"]).indices.tolist():
-        scores[candidate] = (
-            unary[candidate] + query @ foreign.tensors["candidate_selector.successor_codebook"][candidate]
-        )
+        scores[candidate] = unary[candidate] + query @ after[candidate]
     return scores
