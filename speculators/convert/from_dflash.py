@@ -18,7 +18,7 @@ from torch import Tensor
 
 from speculators.convert.decoder_layer import decoder_layer
 from speculators.convert.detect import WRAPPERS
-from speculators.convert.dtypes import settle_dtype
+from speculators.convert.dtypes import dequantise, settle_dtype
 from speculators.convert.from_dflash_settings import (
     BlockSettings,
     explicit_causality,
@@ -31,11 +31,16 @@ from speculators.convert.layer_ids import block_default, read_layer_ids
 from speculators.convert.options import ConversionVerifier, ConvertOptions
 from speculators.convert.plan import CheckpointPlan, LayerIdReading, Ledger, PlannedTensor
 from speculators.convert.source import TORCH_OF_DTYPE, SourceCheckpoint, SourceTensor, load_pickle
+from speculators.convert.vocabulary import plan_vocabulary
 from speculators.formats.decoder import DecoderConfig
 from speculators.formats.faults import error_of, fault
 from speculators.models.choices import completed
 from speculators.models.dflash.config import BlockDraftConfig, DFlashConfig
 
+OPTIONS = (
+    *("aux_layer_ids", "layer_ids_mean", "d2t_holds", "speculative_tokens", "mask_token_id", "block_size"),
+    *("sample_from_anchor", "sliding_window_non_causal", "dtype"),
+)
 MASK_FILE = "mask_embedding.pt"
 EMBEDDINGS, HEAD = "embed_tokens.weight", "lm_head.weight"
 # Whose blocks predict the token after each slot's own.
@@ -49,6 +54,7 @@ _ROWS_AT_ONCE = 4096
 
 def plan(source: SourceCheckpoint, verifier: ConversionVerifier, options: ConvertOptions) -> CheckpointPlan:
     """Account for a DFlash draft's tensors; FormatError names what it cannot be converted for."""
+    options.require_only("a DFlash draft", *OPTIONS)
     reader = BlockReader(source, verifier, options)
     if reader.settings.count("markov_rank"):
         raise error_of(
@@ -70,6 +76,7 @@ class BlockReader:
         self.settings = BlockSettings(source.config)
         refuse_unknown_drafters(source.config, self.settings, source.tensors)
         self.ledger = Ledger(source)
+        dequantise(self.ledger, source.config)
         note_unread_keys(source.config, verifier.shape.raw, self.ledger.note)
         self._require_verifier()
         self.layer = self._layer()
@@ -80,7 +87,7 @@ class BlockReader:
         self._plan_fc()
         self._split_fused()
         mask_token_id = self._mask_token_id()
-        self._plan_vocabulary(mask_token_id)
+        drafted = self._plan_vocabulary(mask_token_id)
         shape, block_size = self.verifier.shape, self.settings.required(self.options.block_size, "block_size", least=2)
         from_anchor = self._sample_from_anchor()
         own_width = self.layer.hidden_size != shape.hidden_size
@@ -89,7 +96,7 @@ class BlockReader:
             self.options.speculative_tokens or (block_size if from_anchor else block_size - 1),
             shape,
             transformer_layer_config=self.layer,
-            draft_vocab_size=self.layer.vocab_size,
+            draft_vocab_size=drafted,
             target_hidden_size=shape.hidden_size if own_width else None,
             aux_hidden_state_layer_ids=sorted(self.ids.written),
             block_size=block_size,
@@ -196,23 +203,24 @@ class BlockReader:
                 )
                 start += rows
 
-    def _plan_vocabulary(self, mask_token_id: int) -> None:
-        """Keep embeddings and head only where they are not the verifier's; put a mask token's own embedding in."""
-        drafted, vocab = self.ledger.source.shape(HEAD), self.layer.vocab_size
-        if self.ledger.has("d2t") or self.ledger.has("t2d") or (drafted is not None and drafted[0] != vocab):
-            text = (
-                f"the draft proposes a part of the {vocab} tokens (d2t, or a head of {drafted}); expected all of them"
-            )
-            raise error_of([fault("reduced-vocabulary", text)], self.ledger.source.directory)
-        mask = self.ledger.take_file(MASK_FILE)
+    def _plan_vocabulary(self, mask_token_id: int) -> int:
+        """Take embeddings, head and maps, and return how many tokens the draft proposes.
+
+        Embeddings and head are kept only where they are not the verifier's; a mask token's own embedding is put in.
+        """
+        ledger, vocab = self.ledger, self.layer.vocab_size
+        sizes = [ledger.source.shape(name) for name in (HEAD, "d2t")]
+        drafted = next((shape[0] for shape in sizes if shape), vocab)
+        plan_vocabulary(ledger, drafted, vocab, self.options.d2t_holds)
+        mask = ledger.take_file(MASK_FILE)
         if mask is not None:
             self._plan_mask_embedding(mask, mask_token_id)
-        if not self.verifier.is_here:
-            return
-        weights = self.verifier.weights
-        for name, theirs in ((EMBEDDINGS, weights.embed_tokens), (HEAD, weights.lm_head)):
-            if self.ledger.has(name) and _is_same(self.ledger.source.tensors[name], theirs):
-                self.ledger.drop(name, "equal to the verifier's, which is used")
+        if self.verifier.is_here and (ledger.has(EMBEDDINGS) or ledger.has(HEAD)):
+            weights = self.verifier.weights
+            for name, theirs in ((EMBEDDINGS, weights.embed_tokens), (HEAD, weights.lm_head)):
+                if ledger.has(name) and _is_same(ledger.stored(name), theirs):
+                    ledger.drop(name, "equal to the verifier's, which is used")
+        return drafted
 
     def _plan_mask_embedding(self, file: Path, mask_token_id: int) -> None:
         """The verifier's embeddings, or the draft's own, with one row of the file's."""
@@ -223,7 +231,7 @@ class BlockReader:
             of = own.name
         else:
             theirs = self.verifier.weights.embed_tokens
-            dtype = self.ledger.source.tensors["fc.weight"].dtype
+            dtype = self.ledger.planned["fc.weight"].dtype
             table = PlannedTensor(tuple(theirs.shape), dtype, partial(theirs.to, TORCH_OF_DTYPE[dtype]))
             of = "the verifier's embeddings"
         if table.shape != (self.layer.vocab_size, self.layer.hidden_size):

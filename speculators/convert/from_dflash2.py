@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from speculators.convert.from_dflash import BlockReader
+from speculators.convert.from_dflash import OPTIONS, BlockReader
 from speculators.convert.options import ConversionVerifier, ConvertOptions
 from speculators.convert.plan import CheckpointPlan
 from speculators.convert.source import SourceCheckpoint
@@ -18,6 +18,7 @@ def plan(source: SourceCheckpoint, verifier: ConversionVerifier, options: Conver
 
     Sizes that the configuration does not write are those of the tensors; `selector_top_k` is in none.
     """
+    options.require_only("a DFlash 2 draft", *OPTIONS)
     reader = BlockReader(source, verifier, options)
     settings, shape = reader.settings, reader.ledger.source.shape
     kernel, projection, codebook = (

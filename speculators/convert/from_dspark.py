@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from speculators.convert.detect import WRAPPERS
-from speculators.convert.from_dflash import BlockReader, renamed
+from speculators.convert.from_dflash import OPTIONS, BlockReader, renamed
 from speculators.convert.from_dflash_settings import explicit_causality
 from speculators.convert.options import ConversionVerifier, ConvertOptions
 from speculators.convert.plan import CheckpointPlan
@@ -31,6 +31,7 @@ _CONFIDENCE, _W1 = "confidence_head.proj.weight", "markov_head.markov_w1.weight"
 
 def plan(source: SourceCheckpoint, verifier: ConversionVerifier, options: ConvertOptions) -> CheckpointPlan:
     """Account for a DSpark draft's tensors; FormatError names what it cannot be converted for."""
+    options.require_only("a DSpark draft", *OPTIONS, "markov_head_type")
     reader = BlockReader(renamed(source.without_prefixes(*WRAPPERS), UNPREFIXED), verifier, options)
     _settle_causality(reader)
     return reader.finish(DSparkConfig, "dspark", **_heads(reader))

@@ -41,6 +41,7 @@ def plan(source: SourceCheckpoint, verifier: ConversionVerifier, options: Conver
 
     Where the verifier is here, EngineError names the first token that its tokenizer and the draft's disagree about.
     """
+    options.require_only("a PARD draft", "speculative_tokens", "mask_token_id")
     config = source.config
     _refuse_second(source)
     if config.get("quantization_config") is not None:
@@ -99,16 +100,13 @@ def _as_model(source: SourceCheckpoint) -> SourceCheckpoint:
 
 def _empty_model(source: SourceCheckpoint) -> PreTrainedModel:
     """The model that the configuration describes, without numbers; FormatError where transformers knows none."""
-    kind = source.config.get("model_type")
+    kind = str(source.config.get("model_type"))
     if kind not in CONFIG_MAPPING:
-        raise FormatError(
-            f"config.json: model_type is {kind!r}, which transformers has no model of; nothing else is run"
-        )
+        raise FormatError(f"config.json: model_type is {kind!r}, which transformers has no model of; it cannot be run")
     try:
+        config = CONFIG_MAPPING[kind].from_dict(dict(source.config))
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                CONFIG_MAPPING[kind].from_dict(dict(source.config))
-            )
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise FormatError(f"config.json describes no model that can be built: {error}") from error
     return model

@@ -24,6 +24,10 @@ TARGETS: dict[str, str] = {
     "modelopt-eagle3": "speculators.convert.to_eagle3",
     "safeailab-eagle": "speculators.convert.to_eagle",
     "vllm-eagle": "speculators.convert.to_eagle",
+    "z-lab-dflash": "speculators.convert.to_dflash",
+    "modelopt-dflash": "speculators.convert.to_dflash",
+    "deepspec-dspark": "speculators.convert.to_dspark",
+    "modelopt-dspark": "speculators.convert.to_dspark",
 }
 
 
