@@ -24,7 +24,10 @@ _DEFAULT_EPS = 1e-6
 _LATER_LAYER = re.compile(r"layers\.(\d+)\.")
 _LATENT = ("kv_a_proj_with_mqa", "q_a_proj", "kv_b_proj")
 # Numbers that a layer block keeps, or refuses where a draft does not compute them.
-_KEPT = ("initializer_range", "bos_token_id", "eos_token_id", "pad_token_id", "logit_scale", "pretraining_tp")
+_KEPT = (
+    "initializer_range", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "logit_scale",
+    "pretraining_tp", "attention_dropout", "use_cache",
+)  # fmt: skip
 
 
 def unheard(_: str) -> None:
@@ -71,7 +74,7 @@ def decoder_layer(
         **_attention_windows(config, sizes["num_hidden_layers"]),
         "num_attention_heads": heads,
         "model_type": "qwen3" if has_norm else "llama",
-        "attention_bias": f"{attention}.q_proj.bias" in shapes,
+        "attention_bias": _has_biases(config, shapes, attention),
         "hidden_act": config.get("hidden_act") or "silu",
         "rms_norm_eps": _number(config, "rms_norm_eps", _DEFAULT_EPS, note),
         "max_position_embeddings": _positions(config, verifier, note),
@@ -79,6 +82,14 @@ def decoder_layer(
     }
     with refused_as_format_error("config.json"):
         return DecoderConfig.model_validate(fields)
+
+
+def _has_biases(config: Mapping[str, Any], shapes: Shapes, attention: str) -> bool:
+    found = f"{attention}.q_proj.bias" in shapes
+    said = next((key for key in ("attention_bias", "qkv_bias") if config.get(key) is True), None)
+    if said is not None and not found:
+        raise _contradiction(f"{said} is true, and {attention}.q_proj.bias is missing")
+    return found
 
 
 def draft_rope(config: Mapping[str, Any], note: Note = unheard) -> dict[str, Any]:

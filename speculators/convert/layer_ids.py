@@ -44,6 +44,8 @@ def read_layer_ids(
     """
     found = [(path, meaning, lookup(config, path)) for path, meaning in PLACES]
     found = [(path, meaning, ids) for path, meaning, ids in found if ids is not None]
+    if options.layer_ids_mean is not None and (not found or options.aux_layer_ids is not None):
+        raise UsageError("layer_ids_mean says how the file's layer ids are counted; here none of them is read")
     readings = [_reading(path, meaning, ids, options) for path, meaning, ids in found]
     if options.aux_layer_ids is not None:
         ids = tuple(options.aux_layer_ids)

@@ -9,6 +9,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from speculators.errors import UsageError
 from speculators.formats.checkpoint import read_config
 from speculators.formats.config import MAX_SPECULATIVE_TOKENS, Dtype, LayerIds
 from speculators.formats.hub import fetch_config, is_local, resolve
@@ -42,6 +43,12 @@ class ConvertOptions(BaseModel):
     sliding_window_non_causal: bool | None = None
     markov_head_type: Literal["vanilla", "gated", "rnn"] | None = None
     dtype: Dtype | None = None
+
+    def require_only(self, kind: str, *known: str) -> None:
+        """Raise UsageError where anything but `known` is given, which a checkpoint of this `kind` has no use for."""
+        given = [name for name in type(self).model_fields if getattr(self, name) is not None and name not in known]
+        if given:
+            raise UsageError(f"{', '.join(given)} cannot be given for {kind}; expected {', '.join(known)}")
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from speculators.convert.source import SourceCheckpoint, SourceTensor
+from speculators.convert.source import TORCH_OF_DTYPE, SourceCheckpoint, SourceTensor
 from speculators.errors import FormatError
 from speculators.formats.checkpoint import TensorHeader, account_for
 from speculators.formats.config import SpeculatorConfig
@@ -30,6 +31,11 @@ class PlannedTensor:
     def copy(cls, tensor: SourceTensor) -> PlannedTensor:
         """The tensor as it was stored."""
         return cls(tensor.shape, tensor.dtype, tensor.read)
+
+    @classmethod
+    def zeros(cls, shape: tuple[int, ...], dtype: str) -> PlannedTensor:
+        """A tensor of zeros."""
+        return cls(shape, dtype, lambda: torch.zeros(shape, dtype=TORCH_OF_DTYPE[dtype]))
 
 
 @dataclass(frozen=True)
@@ -93,11 +99,20 @@ class Ledger:
         """Whether a tensor is there and neither taken nor dropped."""
         return name in self._left
 
-    def take(self, name: str) -> SourceTensor:
-        """Use a tensor; FormatError where it is missing."""
+    def stored(self, name: str) -> SourceTensor:
+        """A tensor that is left, to look at; FormatError where it is missing."""
         if name not in self._left:
             raise error_of([fault("missing-tensor", f"{name} is missing")], self.source.directory)
-        self._used.append(self._left[name].name)
+        return self._left[name]
+
+    def exchange(self, name: str, meaning: SourceTensor, made_of: str) -> None:
+        """Let a tensor that is left stand for what it means; `made_of` says in words how that is made."""
+        self._left[name] = meaning
+        self.derived[name] = made_of
+
+    def take(self, name: str) -> SourceTensor:
+        """Use a tensor; FormatError where it is missing."""
+        self._used.append(self.stored(name).name)
         return self._left.pop(name)
 
     def copy(self, name: str, target: str | None = None) -> None:
@@ -121,6 +136,12 @@ class Ledger:
         """Leave a tensor out, and say why."""
         tensor = self._left.pop(name)
         self.dropped[tensor.name] = reason
+
+    def withdraw(self, name: str, reason: str) -> None:
+        """Leave out a tensor that was planned under its own name, if it was, and say why."""
+        if self.planned.pop(name, None) is not None and name in self._used:
+            self._used.remove(name)
+            self.dropped[name] = reason
 
     def note(self, text: str) -> None:
         """Say something that the user should know, such as a default that was taken."""

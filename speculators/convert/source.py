@@ -31,6 +31,7 @@ DTYPE_OF_TORCH = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
+TORCH_OF_DTYPE = {name: dtype for dtype, name in DTYPE_OF_TORCH.items()}
 
 
 @dataclass(frozen=True)
