@@ -24,6 +24,9 @@ TARGETS: dict[str, str] = {
     "modelopt-eagle3": "speculators.convert.to_eagle3",
     "safeailab-eagle": "speculators.convert.to_eagle",
     "vllm-eagle": "speculators.convert.to_eagle",
+    "medusa": "speculators.convert.to_medusa",
+    "vllm-medusa": "speculators.convert.to_medusa",
+    "ibm-mlp-speculator": "speculators.convert.to_mlp_speculator",
 }
 
 
