@@ -24,6 +24,8 @@ PLACES: tuple[tuple[str, int], ...] = (
     ("dflash_config.target_layer_ids", OUTPUT),
     ("dspark_target_layer_ids", OUTPUT),
     ("target_layer_ids", OUTPUT),
+    ("dflash_config.layer_ids", DEPTH),
+    ("eagle_config.layer_ids", DEPTH),
 )
 
 

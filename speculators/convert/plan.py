@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from speculators.convert.side_files import account_for_files
 from speculators.convert.source import TORCH_OF_DTYPE, SourceCheckpoint, SourceTensor
 from speculators.errors import FormatError
-from speculators.formats.checkpoint import TensorHeader, account_for
+from speculators.formats.checkpoint import ITEM_SIZE, TensorHeader, account_for
 from speculators.formats.config import SpeculatorConfig
 from speculators.formats.faults import Fault, error_of, fault
 
@@ -92,6 +94,11 @@ class CheckpointPlan:
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     copies: tuple[Path, ...] = ()
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors that will be written."""
+        return sum(prod(tensor.shape) * ITEM_SIZE[tensor.dtype] for tensor in self.tensors.values())
+
 
 class Ledger:
     """The source's tensors while a plan is made: each is taken or dropped once, and what is left is an error."""
@@ -104,6 +111,7 @@ class Ledger:
         self.notes: list[str] = []
         self._used: list[str] = []
         self._left = dict(source.tensors)
+        self._files = {file.name: file for file in source.side_files}
         for name in [name for name in self._left if name.endswith(ROTARY)]:
             self.drop(name, "a rotary buffer, which follows from the configuration")
 
@@ -154,6 +162,18 @@ class Ledger:
         tensor = self._left.pop(name)
         self.dropped[tensor.name] = reason
 
+    def take_file(self, name: str) -> Path | None:
+        """Use a file beside the weights; None where it is not there. What is not used is accounted for at the end."""
+        file = self._files.pop(name, None)
+        if file is not None:
+            self._used.append(name)
+        return file
+
+    def drop_file(self, name: str, reason: str) -> None:
+        """Leave a file beside the weights out, and say why."""
+        del self._files[name]
+        self.dropped[name] = reason
+
     def withdraw(self, name: str, reason: str) -> None:
         """Leave out a tensor that was planned under its own name, if it was, and say why."""
         if self.planned.pop(name, None) is not None and name in self._used:
@@ -185,6 +205,8 @@ class Ledger:
             names = ", ".join(sorted(self._left)[:5])
             text = f"{len(self._left)} tensors have no place in the result: {names}"
             raise error_of([fault("unknown-tensor", text)], self.source.directory)
+        source = self.source
+        self.dropped |= account_for_files(source.directory, self._files.values(), source.tensors, source.named)
         return CheckpointPlan(
             family=family,
             config=config,

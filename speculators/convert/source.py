@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -24,7 +25,10 @@ from speculators.formats.checkpoint import INDEX, WEIGHTS, read_config, read_hea
 
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _PICKLES = (".bin", ".pt", ".pth")
-_NO_WEIGHTS = {"training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth"}
+# What trainers leave beside weights.
+TRAINING_STATE = re.compile(r"(training_args|optimizer|scheduler|rng_state|scaler)\w*\.(bin|pt|pth|safetensors)")
+# No weights, but what a producer says about them.
+_SAYS = ("hf_quant_config.json",)
 
 DTYPE_OF_TORCH = {
     torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64",
@@ -46,12 +50,17 @@ class SourceTensor:
 
 @dataclass(frozen=True)
 class SourceCheckpoint:
-    """A directory's configuration and tensors by name; `side_files` hold weights too, and are not among them."""
+    """A directory's configuration and tensors by name.
+
+    `side_files` may hold weights too, or say something about them, and are not among the tensors. `named` is the file
+    that the user chose, if any.
+    """
 
     directory: Path
     config: Mapping[str, Any]
     tensors: Mapping[str, SourceTensor]
     side_files: tuple[Path, ...] = ()
+    named: str | None = None
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str], weights: str | None = None) -> SourceCheckpoint:
@@ -65,12 +74,13 @@ class SourceCheckpoint:
         files = _chosen(folder, weights)
         tensors: dict[str, SourceTensor] = {}
         for file in files:
-            for tensor in _tensors_of(file):
+            for tensor in tensors_of(file):
                 if tensor.name in tensors:
                     raise FormatError(f"{folder}: tensor {tensor.name} is in two files; remove the stale one")
                 tensors[tensor.name] = tensor
-        aside = tuple(file for file in _weight_like(folder) if file not in files)
-        return cls(folder, config, tensors, aside)
+        aside = [file for file in _weight_like(folder) if file not in files]
+        aside += [folder / name for name in _SAYS if (folder / name).is_file()]
+        return cls(folder, config, tensors, tuple(aside), weights)
 
     def without_prefixes(self, *prefixes: str) -> SourceCheckpoint:
         """The same with these prefixes taken off names, over and over; FormatError where two names become one."""
@@ -101,7 +111,7 @@ def _stripped(name: str, prefixes: Iterable[str]) -> str:
 
 def _weight_like(folder: Path) -> list[Path]:
     found = [file for file in folder.iterdir() if file.suffix in (".safetensors", *_PICKLES) and file.is_file()]
-    return sorted(file for file in found if file.name not in _NO_WEIGHTS)
+    return sorted(found)
 
 
 def _chosen(folder: Path, weights: str | None) -> list[Path]:
@@ -117,7 +127,7 @@ def _chosen(folder: Path, weights: str | None) -> list[Path]:
         return _indexed_pickles(folder)
     if (folder / PICKLED).is_file():
         return [folder / PICKLED]
-    found = _weight_like(folder)
+    found = [file for file in _weight_like(folder) if not TRAINING_STATE.fullmatch(file.name)]
     if len(found) != 1:
         names = ", ".join(path.name for path in found) or "none"
         raise FormatError(f"{folder}: weight files are {names}; expected {WEIGHTS} or {PICKLED}, or name one file")
@@ -136,7 +146,8 @@ def _indexed_pickles(folder: Path) -> list[Path]:
     return files
 
 
-def _tensors_of(file: Path) -> list[SourceTensor]:
+def tensors_of(file: Path) -> list[SourceTensor]:
+    """What a file of weights says about its tensors; FormatError where it is damaged, or no plain tensors."""
     if file.suffix == ".safetensors":
         headers = read_header(file)
         return [
@@ -165,13 +176,7 @@ def read_pickle(file: Path) -> dict[str, Tensor]:
 
     A state dict, or one below the key `state_dict` or `model`. FormatError for anything else, code above all.
     """
-    try:
-        loaded = _unpickled(file)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
-        raise FormatError(
-            f"{file}: cannot be read as plain tensors ({str(error).splitlines()[0]}); whoever made it can save it as "
-            "safetensors"
-        ) from error
+    loaded = load_pickle(file)
     for key in ("state_dict", "model"):
         if isinstance(loaded, dict) and isinstance(loaded.get(key), dict):
             loaded = loaded[key]
@@ -180,6 +185,17 @@ def read_pickle(file: Path) -> dict[str, Tensor]:
     ):
         raise FormatError(f"{file}: expected tensors by name, found {type(loaded).__name__}; give the weights' file")
     return dict(loaded)
+
+
+def load_pickle(file: Path) -> object:
+    """What torch's restricted reader makes of a file; FormatError where it holds anything but plain data."""
+    try:
+        return _unpickled(file)
+    except (UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+        raise FormatError(
+            f"{file}: cannot be read as plain tensors ({str(error).splitlines()[0]}); whoever made it can save it as "
+            "safetensors"
+        ) from error
 
 
 def _unpickled(file: Path) -> object:

@@ -62,6 +62,19 @@ def fetch_config(repo: str, revision: str | None = None, token: str | None = Non
     return read_config(Path(path).parent)
 
 
+def fetch_file(repo: str, name: str, revision: str | None = None, token: str | None = None) -> Path | None:
+    """Where a file of a repository lies, downloading it; None where there is none of that name.
+
+    SpeculatorsError as from `resolve`.
+    """
+    with explained(repo, revision):
+        try:
+            path = huggingface_hub.hf_hub_download(repo, name, revision=revision, token=token, endpoint=endpoint())
+        except errors.EntryNotFoundError:
+            return None
+    return Path(path)
+
+
 def describe(
     path_or_repo: str | os.PathLike[str], revision: str | None = None, token: str | None = None
 ) -> tuple[dict[str, Any], dict[str, TensorHeader]]:
