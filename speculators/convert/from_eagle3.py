@@ -65,9 +65,8 @@ def opened(source: SourceCheckpoint) -> Ledger:
     heads = next((name for name in ledger.left if name.startswith("parallel_draft_heads.")), None)
     if heads is not None or (lookup(source.config, "eagle_config.parallel_draft_heads_num_layers") or 0) > 0:
         raise FormatError(f"{source.directory} has parallel draft heads, which no family here has; it is not converted")
-    for file in source.side_files:
-        use = "changes the verifier: serve the verifier with it" if file.name.startswith("adapter") else "was not read"
-        ledger.note(f"{file.name} {use}")
+    if any(file.name.startswith("adapter_model.") for file in source.side_files):
+        ledger.note("an adapter of the verifier lies beside the draft, which was trained with it: serve both")
     dequantise(ledger, source.config)
     return ledger
 
