@@ -113,6 +113,8 @@ REFUSED: dict[str, tuple[Callable[[], ForeignCheckpoint], Change, str]] = {
     "renamed tensor": (layouts.zlab, rename("norm.weight", "final_norm.weight"), "final_norm.weight"),
     "cut tensor": (layouts.zlab, cut("layers.0.mlp.down_proj.weight"), "has shape"),
     "head without tensors": (layouts.deepspec_dflash, put(markov_rank=6), "markov_rank is above 0"),
+    "another draft vocabulary": (layouts.reduced_vocabulary, put(draft_vocab_size=90), "the draft proposes 96 tokens"),
+    "states of another width": (layouts.zlab, put(target_hidden_size=128), "target_hidden_size is 128"),
     "no map": (layouts.reduced_vocabulary, without("d2t"), "its map is lost"),
     "one head twice": (layouts.modelopt_vanilla, add("markov_head.markov_w1.weight", 384, 6), "markov_w1.weight"),
     "gate of a vanilla head": (layouts.modelopt_gated, settle(markov_head_type="vanilla"), "gate_proj"),

@@ -15,11 +15,13 @@ from speculators.convert.options import ConversionVerifier, ConvertOptions
 from speculators.convert.run import Conversion, convert
 from speculators.errors import FormatError
 from speculators.formats.verifier_weights import load_verifier_weights
+from speculators.formats.vllm import validate_directory
+from speculators.models import family_config
 from speculators.models.draft_model import DraftContext
 from speculators.models.speculator import Speculator
 from tests.convert import layouts_block as layouts
 from tests.convert import reference_block as reference
-from tests.convert.foreign import Drawn, ForeignCheckpoint
+from tests.convert.foreign import Drawn, ForeignCheckpoint, prefixed
 from tests.convert.layouts_block import CASES
 from tests.convert.reference_block import Drafted, Foreign, Meaning
 from tests.models.serving import Argmax
@@ -103,6 +105,9 @@ def test_a_converted_draft_computes_what_its_producer_means(
     plan = converted(case, tmp_path, tiny_verifier).plan
     assert sorted([*plan.used, *plan.dropped]) == sorted(case.tensors)
     slots = layouts.BLOCK if meaning_of(case).next_token else layouts.BLOCK - 1
+    faults = {item.slug for item in validate_directory(tmp_path / "ours", family_config) if item.level == "ERROR"}
+    # vLLM has neither Markov heads of these kinds nor a DFlash draft that samples from its anchor.
+    assert faults <= {"markov-head", "anchor-sampling"}
     wanted = expected(case, tiny_verifier, spoken)
     assert len(wanted.tokens) == slots
     assert_same(drafted(tmp_path / "ours", tiny_verifier, *spoken), wanted)
@@ -245,3 +250,18 @@ def test_keys_that_nothing_reads_are_told(tiny_verifier: Path, tmp_path: Path) -
     case = layouts.zlab()
     case.config["colour"] = "blue"
     assert "keys of config.json that nothing here reads: colour" in converted(case, tmp_path, tiny_verifier).plan.notes
+
+
+def test_a_confidence_head_without_a_markov_head_is_left_out_and_said(tiny_verifier: Path, tmp_path: Path) -> None:
+    case = layouts.deepspec_dflash()
+    case.config["enable_confidence_head"] = True
+    case.tensors |= prefixed(layouts.confidence(Drawn(41), layouts.WIDTH), "confidence_head.proj.")
+    plan = converted(case, tmp_path, tiny_verifier).plan
+    assert plan.dropped.keys() == {"confidence_head.proj.weight", "confidence_head.proj.bias"}
+    assert any("which vLLM refuses of DFlash drafts" in note for note in plan.notes)
+
+
+def test_the_drafters_own_window_stands_above_the_layers(tiny_verifier: Path, tmp_path: Path) -> None:
+    case = layouts.zlab_windows()
+    case.config["dflash_config"]["swa_window_size"] = 3
+    assert written(converted(case, tmp_path, tiny_verifier))["transformer_layer_config"]["sliding_window"] == 3
