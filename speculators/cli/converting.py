@@ -23,13 +23,14 @@ from speculators.cli.convert_options import (
     SlidingWindowNonCausalOption,
     SpeculativeTokensOption,
 )
-from speculators.cli.directories import RevisionOption, TokenOption
+from speculators.cli.directories import RevisionOption, SpeculatorArgument, TokenOption
 from speculators.cli.hub import push_directory
 from speculators.cli.report import JsonOption, print_table, say, write_report
 
 if TYPE_CHECKING:
     from speculators.convert.check import Check
     from speculators.convert.options import ConvertOptions
+    from speculators.convert.plan import CheckpointPlan
     from speculators.convert.run import Conversion
 
 PANEL = "Bring a speculator in or out"
@@ -49,6 +50,7 @@ PromptsOption = Annotated[
 def register(app: typer.Typer) -> None:
     """Add this module's commands."""
     app.command("convert", rich_help_panel=PANEL)(convert)
+    app.command("export", rich_help_panel=PANEL)(export)
 
 
 def convert(
@@ -105,6 +107,28 @@ def convert(
     write_report(report, json_path)
     if push is not None:
         push_directory(out, push, token=token, json_path=json_path)
+
+
+def export(
+    speculator: SpeculatorArgument,
+    layout: Annotated[str, typer.Option("--to", metavar="LAYOUT", help="Whose layout; an unknown one lists them all.")],
+    out: OutOption,
+    verifier: Annotated[
+        str | None,
+        typer.Option("--verifier", metavar="V", help="Where its verifier is, for layouts that hold its tensors too."),
+    ] = None,
+    revision: RevisionOption = None,
+    token: TokenOption = None,
+    json_path: JsonOption = None,
+) -> None:
+    """Write a speculator in another project's layout; what the layout cannot say is refused."""
+    from speculators.convert.export import planned_export, write_export
+
+    plan = planned_export(speculator, layout, verifier, revision, token)
+    with _progress(out, plan.num_bytes, json_path) as advance:
+        write_export(plan, out, advance)
+    _print_plan(f"{speculator} to {out}", plan, [("layout", layout)], json_path)
+    write_report({"layout": layout, **plan.account()}, json_path)
 
 
 def _options(context: typer.Context) -> "ConvertOptions":
@@ -174,8 +198,19 @@ def _progress(out: Path, total: int, json_path: str | None) -> Iterator[Callable
 
 def _print_conversion(source: str, conversion: "Conversion", json_path: str | None) -> None:
     plan, vocabulary = conversion.plan, conversion.vocabulary
-    rows: list[tuple[str, object]] = [
-        ("family", plan.family),
+    first: list[tuple[str, object]] = [("family", plan.family)]
+    if vocabulary is not None:
+        share = vocabulary.draft / vocabulary.verifier
+        first.append(("vocabulary", f"{vocabulary.draft} of {vocabulary.verifier} tokens ({share:.1%})"))
+    _print_plan(f"{source} to {conversion.directory}", plan, first, json_path)
+    for item in conversion.health:
+        say(str(item), json_path)
+
+
+def _print_plan(title: str, plan: "CheckpointPlan", first: list[tuple[str, object]], json_path: str | None) -> None:
+    """Where every tensor went, and the notes as warnings."""
+    rows = [
+        *first,
         ("tensors used", len(plan.used)),
         *((f"dropped: {name}", reason) for name, reason in plan.dropped.items()),
         *((f"derived: {name}", f"from {origin}") for name, origin in plan.derived.items()),
@@ -183,15 +218,10 @@ def _print_conversion(source: str, conversion: "Conversion", json_path: str | No
     if plan.ids is not None:
         read, written = (", ".join(map(str, ids)) for ids in (plan.ids.read, plan.ids.written))
         rows.append(("layer ids", f"{read} -> depths {written} ({plan.ids.source})"))
-    if vocabulary is not None:
-        share = vocabulary.draft / vocabulary.verifier
-        rows.append(("vocabulary", f"{vocabulary.draft} of {vocabulary.verifier} tokens ({share:.1%})"))
     rows.append(("written", f"{plan.num_bytes / 2**20:.1f} MiB in {len(plan.tensors)} tensors"))
-    print_table(f"{source} to {conversion.directory}", ("what", "value"), rows, json_path)
+    print_table(title, ("what", "value"), rows, json_path)
     for note in plan.notes:
         say(f"warning: {note}", json_path)
-    for item in conversion.health:
-        say(str(item), json_path)
 
 
 def _measured(conversion: "Conversion", conversations: list[Any] | None, json_path: str | None) -> "Check":

@@ -67,7 +67,8 @@ def decoder_layer(
         "vocab_size": verifier.vocab_size,
     }
     _require_agreement(config, sizes, verifier)
-    kept = {key: config[key] for key in _KEPT if config.get(key) is not None}
+    kept = {key: config[key] for key in _KEPT if key in config}
+    kept = {key: value for key, value in kept.items() if value is not None or key.endswith("_token_id")}
     fields = {
         **kept,
         **sizes,

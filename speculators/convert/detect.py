@@ -9,7 +9,7 @@ from typing import Any
 from speculators.convert.layer_ids import lookup
 from speculators.errors import FormatError
 
-_MEDUSA = re.compile(r"(?:medusa_heads?\.|heads\.)?\d+\.\d+\.(?:linear\.)?(?:weight|bias)")
+_MEDUSA = re.compile(r"(?:module\.)?(?:medusa_heads?\.|heads\.)?\d+\.\d+\.(?:linear\.)?(?:weight|bias)")
 _DEEPSEEK_MTP = re.compile(r"model\.layers\.\d+\.eh_proj\.weight")
 _FUSED_LAYER = re.compile(r"(?:.*\.)?(?:midlayer|layers\.0)\.hidden_norm\.weight")
 
@@ -32,9 +32,12 @@ def detect(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> 
 def _by_config(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> str | None:
     if config.get("speculators_model_type") is not None or config.get("speculators_config") is not None:
         return "speculators"
-    if config.get("model_type") == "mlp_speculator":
+    if config.get("model_type") == "mlp_speculator" or _named(config, "Arctic"):
         return "mlp_speculator"
-    if "medusa_num_heads" in config or (shapes and all(_MEDUSA.fullmatch(name) for name in shapes)):
+    if "medusa_num_heads" in config or config.get("model_type") == "medusa":
+        return "medusa"
+    own = [name for name in shapes if name != "lm_head.weight"]
+    if own and all(_MEDUSA.fullmatch(name) for name in own):
         return "medusa"
     if str(config.get("model_type")).startswith("gemma4") and "assistant" in str(config.get("model_type")):
         raise FormatError(
@@ -81,6 +84,10 @@ def _block_drafter(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ..
     if any(name.endswith("layer_fusion_weights") for name in shapes):
         raise FormatError("a DFlare draft weighs layers one by one, which no family here does; it is not converted")
     return "dflash2" if any("attention_conv" in name for name in shapes) else "dflash"
+
+
+def _named(config: Mapping[str, Any], word: str) -> bool:
+    return any(word in str(name) for name in config.get("architectures") or ())
 
 
 def _has(shapes: Mapping[str, tuple[int, ...]], ending: str) -> bool:

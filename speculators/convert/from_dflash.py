@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from speculators.convert.decoder_layer import decoder_layer
+from speculators.convert.dequantise import dequantise
 from speculators.convert.detect import WRAPPERS
-from speculators.convert.dtypes import dequantise, settle_dtype
+from speculators.convert.dtypes import settle_dtype
 from speculators.convert.from_dflash_settings import (
     BlockSettings,
     explicit_causality,
@@ -227,6 +228,8 @@ class BlockReader:
         mask = ledger.take_file(MASK_FILE)
         if mask is not None:
             self._plan_mask_embedding(mask, mask_token_id)
+        if ledger.has(HEAD) and drafted == vocab and mask is None and not ledger.has(EMBEDDINGS):
+            ledger.note("a head is stored without embeddings; the verifier's are used")
         if self.verifier.is_here and (ledger.has(EMBEDDINGS) or ledger.has(HEAD)):
             weights = self.verifier.weights
             for name, theirs in ((EMBEDDINGS, weights.embed_tokens), (HEAD, weights.lm_head)):

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from speculators.convert.decoder_layer import decoder_layer, output_bias_missing
+from speculators.convert.dequantise import dequantise
 from speculators.convert.detect import WRAPPERS
-from speculators.convert.dtypes import dequantise, settle_dtype
+from speculators.convert.dtypes import settle_dtype
 from speculators.convert.layer_ids import eagle3_default, lookup, read_layer_ids
 from speculators.convert.options import ConversionVerifier, ConvertOptions
 from speculators.convert.plan import CheckpointPlan, LayerIdReading, Ledger, PlannedTensor

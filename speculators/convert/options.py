@@ -55,12 +55,18 @@ class ConvertOptions(BaseModel):
 class ConversionVerifier:
     """The verifier of a draft that is converted: its configuration at once, its weights only where they are needed.
 
-    `name_or_path` is what the result says; the configuration comes from there, or from the hub without weights.
+    `name_or_path` is what the result says, an absolute path where it is one; the configuration comes from there, or
+    from the hub without weights.
     """
 
     name_or_path: str
     revision: str | None = None
     token: str | None = None
+
+    def __post_init__(self) -> None:
+        # A server that reads the result may start anywhere.
+        if is_local(self.name_or_path):
+            object.__setattr__(self, "name_or_path", str(Path(self.name_or_path).expanduser().absolute()))
 
     @cached_property
     def shape(self) -> VerifierShape:

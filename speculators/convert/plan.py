@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,16 +24,32 @@ ROTARY = ".rotary_emb.inv_freq"
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A tensor to write: its shape, its dtype as safetensors calls it, and what makes it when its turn comes."""
+    """A tensor to write: its shape, its dtype as safetensors calls it, and what makes it when its turn comes.
+
+    Where it has `parts`, it is their numbers one after another, and they can be made and written one by one.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     make: Callable[[], Tensor] = field(repr=False, compare=False)
+    parts: tuple[PlannedTensor, ...] = field(default=(), repr=False, compare=False)
 
     @classmethod
     def copy(cls, tensor: SourceTensor) -> PlannedTensor:
         """The tensor as it was stored."""
         return cls(tensor.shape, tensor.dtype, tensor.read)
+
+    @classmethod
+    def stacked(cls, shape: tuple[int, ...], parts: Sequence[PlannedTensor]) -> PlannedTensor:
+        """The numbers of parts of one dtype one after another, in another shape."""
+        return cls(shape, parts[0].dtype, partial(_stacked, parts, shape), tuple(parts))
+
+    def stored_as(self, dtype: str) -> PlannedTensor:
+        """The same numbers in another dtype, as safetensors calls it."""
+        if dtype == self.dtype:
+            return self
+        parts = tuple(part.stored_as(dtype) for part in self.parts)
+        return replace(self, dtype=dtype, make=partial(_cast, self.make, TORCH_OF_DTYPE[dtype]), parts=parts)
 
     @classmethod
     def zeros(cls, shape: tuple[int, ...], dtype: str) -> PlannedTensor:
@@ -81,6 +98,17 @@ class CheckpointPlan:
     def num_bytes(self) -> int:
         """Bytes of the tensors that will be written."""
         return sum(prod(tensor.shape) * ITEM_SIZE[tensor.dtype] for tensor in self.tensors.values())
+
+    def account(self) -> dict[str, Any]:
+        """Where everything went, as JSON: `used, dropped, derived, ids, notes`."""
+        ids = self.ids
+        return {
+            "used": list(self.used),
+            "dropped": [{"tensor": name, "reason": reason} for name, reason in self.dropped.items()],
+            "derived": [{"tensor": name, "from": origin} for name, origin in self.derived.items()],
+            "ids": None if ids is None else {"read": ids.read, "written": ids.written, "source": ids.source},
+            "notes": list(self.notes),
+        }
 
 
 class Ledger:
@@ -201,6 +229,14 @@ class Ledger:
             notes=tuple(self.notes),
             **more,
         )
+
+
+def _cast(make: Callable[[], Tensor], dtype: torch.dtype) -> Tensor:
+    return make().to(dtype)
+
+
+def _stacked(parts: Sequence[PlannedTensor], shape: tuple[int, ...]) -> Tensor:
+    return torch.cat([part.make().flatten() for part in parts]).view(shape)
 
 
 def _unfit(planned: Mapping[str, PlannedTensor], config: SpeculatorConfig) -> list[Fault]:

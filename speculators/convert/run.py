@@ -37,14 +37,9 @@ class Conversion:
 
     def to_json(self) -> dict[str, Any]:
         """The report: `family, used, dropped, derived, ids, notes, health, vocabulary`."""
-        plan, ids = self.plan, self.plan.ids
         return {
-            "family": plan.family,
-            "used": list(plan.used),
-            "dropped": [{"tensor": name, "reason": reason} for name, reason in plan.dropped.items()],
-            "derived": [{"tensor": name, "from": origin} for name, origin in plan.derived.items()],
-            "ids": None if ids is None else {"read": ids.read, "written": ids.written, "source": ids.source},
-            "notes": list(plan.notes),
+            "family": self.plan.family,
+            **self.plan.account(),
             "health": [{"level": item.level, "fault": item.slug, "text": item.message} for item in self.health],
             "vocabulary": None if self.vocabulary is None else self.vocabulary.to_json(),
         }

@@ -84,13 +84,17 @@ class SourceCheckpoint:
 
     def without_prefixes(self, *prefixes: str) -> SourceCheckpoint:
         """The same with these prefixes taken off names, over and over; FormatError where two names become one."""
+        return self.renamed(lambda name: _stripped(name, prefixes))
+
+    def renamed(self, known_as: Callable[[str], str]) -> SourceCheckpoint:
+        """The same under the names that `known_as` gives; FormatError where two names become one."""
         named: dict[str, SourceTensor] = {}
         for name, tensor in self.tensors.items():
-            short = _stripped(name, prefixes)
+            short = known_as(name)
             if short in named:
                 raise FormatError(
-                    f"{self.directory}: tensors {named[short].name} and {tensor.name} are both {short} without the "
-                    "prefixes of wrappers; remove the stale one"
+                    f"{self.directory}: tensors {named[short].name} and {tensor.name} are both {short} without what "
+                    "wrappers put around names; remove the stale one"
                 )
             named[short] = tensor
         return replace(self, tensors=named)

@@ -28,6 +28,9 @@ TARGETS: dict[str, str] = {
     "modelopt-dflash": "speculators.convert.to_dflash",
     "deepspec-dspark": "speculators.convert.to_dspark",
     "modelopt-dspark": "speculators.convert.to_dspark",
+    "medusa": "speculators.convert.to_medusa",
+    "vllm-medusa": "speculators.convert.to_medusa",
+    "ibm-mlp-speculator": "speculators.convert.to_mlp_speculator",
 }
 
 

@@ -86,7 +86,8 @@ def write_tensors(
     with file.open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
         for name in order:
-            progress(stream.write(_bytes_of(name, tensors[name])))
+            for part in tensors[name].parts or (tensors[name],):
+                progress(stream.write(_bytes_of(name, part)))
     flush(file)
 
 

@@ -1,7 +1,7 @@
 """A checkpoint as another project writes it, put together by test code from published shapes, never by an exporter."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ class ForeignCheckpoint:
         elif self.container == "sharded":
             _write_shards(directory, self.tensors)
         else:
-            save_file(self.tensors, directory / "model.safetensors")
+            save_file(contiguous(self.tensors), directory / "model.safetensors")
         return directory
 
 
@@ -43,10 +43,15 @@ def _write_shards(directory: Path, tensors: Mapping[str, Tensor]) -> None:
     weight_map: dict[str, str] = {}
     for number, part in enumerate((names[:middle], names[middle:]), start=1):
         file = f"model-{number:05}-of-00002.safetensors"
-        save_file({name: tensors[name] for name in part}, directory / file)
+        save_file(contiguous({name: tensors[name] for name in part}), directory / file)
         weight_map |= dict.fromkeys(part, file)
     text = json.dumps({"metadata": {}, "weight_map": weight_map})
     (directory / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+
+def contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same, as safetensors stores them."""
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
 class Drawn:
@@ -75,9 +80,3 @@ class Drawn:
 def prefixed(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """The same under names with a prefix."""
     return {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
-
-
-def mixed(tensors: Mapping[str, Tensor], narrow: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """The same with every matrix rounded to `narrow`, and norms as they are."""
-    for name, tensor in tensors.items():
-        yield name, tensor.to(narrow) if tensor.is_floating_point() and tensor.dim() == 2 else tensor
