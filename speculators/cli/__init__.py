@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from speculators.cli import directories, hub, pipeline, serving, stitching
+from speculators.cli import converting, directories, hub, pipeline, serving, stitching
 from speculators.errors import SpeculatorsError
 
 app = typer.Typer(
@@ -30,6 +30,7 @@ pipeline.register(app)
 serving.register(app)
 hub.register(app)
 stitching.register(app)
+converting.register(app)
 
 _asked_to_end: list[int] = []
 _show_tracebacks: list[bool] = []

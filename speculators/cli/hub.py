@@ -51,3 +51,11 @@ def push(
         report["url"] = publish(publication, token=token, private=private, revision=revision)
         say(f"pushed: {report['url']}", json_path)
     write_report(report, json_path)
+
+
+def push_directory(directory: Path, repo: str, *, token: str | None, json_path: str | None) -> None:
+    """Upload a directory that another command has made, and say where; what `push` refuses is refused."""
+    from speculators.formats.publish import prepare, publish
+    from speculators.models import family_config
+
+    say(f"pushed: {publish(prepare(directory, repo, family_config), token=token)}", json_path)

@@ -76,6 +76,8 @@ FAULTS: dict[str, tuple[str, Level]] = {
     "reduced-vocabulary": ("F054", "ERROR"),
     "default-differs": ("F055", "ERROR"),
     "acceptance-not-read": ("F056", "WARNING"),
+    "constant": ("F057", "WARNING"),
+    "end-not-drafted": ("F058", "WARNING"),
 }
 
 # Keys that an engine reads before anything else have codes of their own; list positions are written as "0".

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,15 @@ def is_local(path_or_repo: str | os.PathLike[str]) -> bool:
     return Path(text).expanduser().is_dir() or looks_like_path(text)
 
 
-def resolve(path_or_repo: str | os.PathLike[str], revision: str | None = None, token: str | None = None) -> Path:
-    """Return the directory that a path or hub id names, downloading configuration, weights and card of a repository.
+def resolve(
+    path_or_repo: str | os.PathLike[str],
+    revision: str | None = None,
+    token: str | None = None,
+    patterns: Sequence[str] = CHECKPOINT_FILES,
+) -> Path:
+    """Return the directory that a path or hub id names, downloading a repository's files that fit the patterns.
 
+    By default these are its configuration, weights and card.
     SpeculatorsError says which of the two it was taken for and why it could not be had. A `revision` of a local
     directory is refused: it has none.
     """
@@ -44,7 +50,7 @@ def resolve(path_or_repo: str | os.PathLike[str], revision: str | None = None, t
     with explained(repo, revision):
         return Path(
             huggingface_hub.snapshot_download(
-                repo, revision=revision, token=token, endpoint=endpoint(), allow_patterns=CHECKPOINT_FILES
+                repo, revision=revision, token=token, endpoint=endpoint(), allow_patterns=list(patterns)
             )
         )
 
@@ -54,6 +60,19 @@ def fetch_config(repo: str, revision: str | None = None, token: str | None = Non
     with explained(repo, revision):
         path = huggingface_hub.hf_hub_download(repo, CONFIG, revision=revision, token=token, endpoint=endpoint())
     return read_config(Path(path).parent)
+
+
+def fetch_file(repo: str, name: str, revision: str | None = None, token: str | None = None) -> Path | None:
+    """Where a file of a repository lies, downloading it; None where there is none of that name, offline none in the cache.
+
+    SpeculatorsError as from `resolve`.
+    """
+    with explained(repo, revision):
+        try:
+            path = huggingface_hub.hf_hub_download(repo, name, revision=revision, token=token, endpoint=endpoint())
+        except errors.EntryNotFoundError:
+            return None
+    return Path(path)
 
 
 def describe(

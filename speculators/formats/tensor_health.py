@@ -55,6 +55,32 @@ def number_faults(headers: Mapping[str, TensorHeader]) -> Iterator[Fault]:
         yield fault("norms-all-ones", f"{text}; they were not trained, or kept in bfloat16 where small steps are lost")
 
 
+def constant_faults(headers: Mapping[str, TensorHeader]) -> Iterator[Fault]:
+    """Yield a fault per weight whose numbers are all the same; `number_faults` has those of zeros and ones already."""
+    for name, header in headers.items():
+        layout = _LAYOUTS.get(header.dtype)
+        if layout is None or header.end - header.start <= layout.size or name.endswith(".bias"):
+            continue
+        value = _constant(header, layout)
+        ones = value == layout.one and is_norm(name)
+        if value is not None and any(value) and not ones:
+            yield fault("constant", f"{name} holds one number {list(header.shape)} times over; was it ever trained?")
+
+
+def _constant(header: TensorHeader, layout: _FloatLayout) -> bytes | None:
+    """The stored form of the one number that a tensor holds; None where it holds several. Ends at the second."""
+    with header.file.open("rb") as stream:
+        stream.seek(header.start)
+        value = stream.read(layout.size)
+        left = header.end - header.start - layout.size
+        while left:
+            chunk = stream.read(min(_CHUNK, left))
+            if not chunk or chunk != value * (len(chunk) // layout.size):
+                return None
+            left -= len(chunk)
+    return value
+
+
 def is_norm(name: str) -> bool:
     """Whether a tensor name is that of a norm's gain; MLPSpeculators call theirs `ln`."""
     parts = name.split(".")

@@ -252,6 +252,24 @@ class Speculator:
         copy.draft.train(self.draft.training)
         return copy
 
+    def read_as(self, config: SpeculatorConfig) -> Speculator:
+        """The same tensors, shared and not copied, under another configuration of the family.
+
+        FormatError where that has other tensors, or they have other shapes.
+        """
+        mine, theirs = self.config.expected_tensors(), config.expected_tensors()
+        if type(config) is not type(self.config) or mine != theirs:
+            differing = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
+            raise FormatError(
+                f"the other configuration has other tensors ({', '.join(differing) or 'another family'}); give one "
+                "that changes what these mean alone"
+            )
+        present = {name: tensor for name, tensor in self.draft.state_dict().items() if not tensor.is_meta}
+        other = Speculator(config, type(self.draft)(config), borrowed=self._borrowed)
+        other._fill(present)
+        other.draft.train(self.draft.training)
+        return other
+
     def save_pretrained(self, directory: str | os.PathLike[str], dtype: torch.dtype = torch.bfloat16) -> None:
         """Write config.json and model.safetensors, atomically; float tensors are stored as `dtype`.
 

@@ -41,9 +41,12 @@ class EvaluateOptions:
 
 
 def measure_acceptance(
-    verifier: Verifier, speculator: Speculator, conversations: Sequence[Conversation], options: EvaluateOptions
+    verifier: Verifier,
+    speculator: Speculator,
+    conversations: Sequence[Conversation | Sequence[int]],
+    options: EvaluateOptions,
 ) -> SpecDecodeStats:
-    """Counts of speculative decoding over the conversations, without a comparison (used while training)."""
+    """Counts of speculative decoding over conversations, or prompts of token ids, without a comparison."""
     llm, _, _ = _run(verifier, speculator, conversations, options, show=False)
     assert llm.stats is not None
     return llm.stats
@@ -102,7 +105,7 @@ def evaluate(
 def _run(
     verifier: Verifier,
     speculator: Speculator | None,
-    conversations: Sequence[Conversation],
+    conversations: Sequence[Conversation | Sequence[int]],
     options: EvaluateOptions,
     *,
     show: bool,
@@ -113,9 +116,15 @@ def _run(
         verifier, speculator, num_speculative_tokens=options.num_speculative_tokens, limits=limits, seed=options.seed
     )
     started = time.perf_counter()
-    outputs = llm.chat(list(conversations), options.sampling(), use_tqdm=show)
+    prompts = [{"prompt_token_ids": _token_ids(llm, one)} for one in conversations]
+    outputs = llm.generate(prompts, options.sampling(), use_tqdm=show)
     seconds = time.perf_counter() - started
     return llm, outputs, sum(len(output.outputs[0].token_ids) for output in outputs) / seconds
+
+
+def _token_ids(llm: LLM, asked: Conversation | Sequence[int]) -> list[int]:
+    messages = [item for item in asked if isinstance(item, Mapping)]
+    return llm.chat_token_ids(messages) if messages else [item for item in asked if isinstance(item, int)]
 
 
 def _identity(

@@ -9,7 +9,8 @@ from typing import Any
 
 from speculators.errors import EngineError, SpeculatorsError
 from speculators.formats.checkpoint import read_config, read_headers
-from speculators.formats.hub import fetch_config, is_local, resolve
+from speculators.formats.draft_model_file import DRAFT_MODEL_FILE, DraftModelFile, read_draft_model_file
+from speculators.formats.hub import fetch_config, fetch_file, is_local, resolve
 from speculators.models.speculator import Speculator
 from speculators.runtime.additional import AdditionalConfig
 from speculators.runtime.config import (
@@ -19,7 +20,14 @@ from speculators.runtime.config import (
     SpeculativeConfig,
 )
 from speculators.runtime.config_rules import EXTRACT_METHOD, NGRAM_METHODS
-from speculators.runtime.recognise import LOOK_ALIKES, DraftKind, method_of_tensors, native_kind, recognise
+from speculators.runtime.recognise import (
+    LOOK_ALIKES,
+    DraftKind,
+    method_of_tensors,
+    names_mask_token,
+    native_kind,
+    recognise,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +84,25 @@ def is_speculator(path_or_repo: str, revision: str | None = None) -> bool:
         return False
 
 
+def draft_model_file(path_or_repo: str, revision: str | None = None) -> DraftModelFile | None:
+    """What a folder or hub repository says of the language model in it that drafts; None where it does not say so.
+
+    Of a repository the file is asked for only where its config.json is that of a language model with a mask token.
+    """
+    if is_local(path_or_repo):
+        file = Path(path_or_repo).expanduser() / DRAFT_MODEL_FILE
+        return read_draft_model_file(file) if file.is_file() else None
+    try:
+        raw = fetch_config(path_or_repo, revision)
+    except SpeculatorsError:
+        # Whoever loads it as a verifier says what is wrong with it.
+        return None
+    if raw.get("speculators_config") is not None or not names_mask_token(raw):
+        return None
+    found = fetch_file(path_or_repo, DRAFT_MODEL_FILE, revision)
+    return None if found is None else read_draft_model_file(found)
+
+
 def infer(
     model: str,
     config: SpeculativeConfig | None,
@@ -85,11 +112,12 @@ def infer(
 ) -> Plan:
     """Decide what to run.
 
-    A speculator directory as `model` brings its verifier, method and depth; keys of `config` win except method and
-    model, which the directory fixes: others are reset, with a warning. Otherwise `model` is the verifier, and
-    `config.model` what drafts. The method is the one given, else that of the speculator's type, else that of the
-    architecture, else an error; nothing is ever guessed from a path's name. The depth is the one given, else the file's
-    proposal, else what the architecture drafts, else an error.
+    A speculator directory as `model` brings its verifier, method and depth, and so does a language model beside a
+    `speculative_config.json`; keys of `config` win except method and model, which the directory fixes: others are
+    reset, with a warning. Otherwise `model` is the verifier, and `config.model` what drafts. The method is the one
+    given, else that of the speculator's type, else that of the architecture, else an error; nothing is ever guessed
+    from a path's name. The depth is the one given, else the file's proposal, else what the architecture drafts, else an
+    error.
     """
     plan = _plan(model, config, revision)
     if plan.verifier == model:
@@ -118,8 +146,9 @@ def add(plan: Plan, additional: AdditionalConfig, num_speculative_tokens: int | 
 
 def _plan(model: str, config: SpeculativeConfig | None, revision: str | None) -> Plan:
     locked = is_speculator(model, revision)
+    drafting = None if locked else draft_model_file(model, revision)
     if config is not None and config.method == EXTRACT_METHOD:
-        if locked:
+        if locked or drafting is not None:
             raise EngineError(
                 f"{_WHERE}: method {EXTRACT_METHOD!r} reads a verifier, and {model!r} is a speculator; "
                 "give the verifier as the model"
@@ -127,6 +156,10 @@ def _plan(model: str, config: SpeculativeConfig | None, revision: str | None) ->
         return Plan(model, config)
     if locked:
         return _locked(model, config or SpeculativeConfig(), revision)
+    if drafting is not None:
+        fixed = _fixed(model, drafting.method, config or SpeculativeConfig())
+        fixed = replace(fixed, revision=fixed.revision or revision)
+        return _with_files(drafting.verifier.name_or_path, drafting.method, fixed, None)
     if config is None:
         return Plan(model)
     method = config.method or _method_without_files(config)
@@ -140,7 +173,13 @@ def _plan(model: str, config: SpeculativeConfig | None, revision: str | None) ->
 def _locked(model: str, config: SpeculativeConfig, revision: str | None) -> Plan:
     """A speculator as the model to serve: it fixes method and model, and the user the rest."""
     speculator, kind = _read(model, config.revision or revision)
-    for name, fixed in (("method", kind.method), ("model", model)):
+    fixed = _fixed(model, kind.method, config)
+    return _of_speculator(speculator.config.verifier.name_or_path, model, speculator, kind, fixed)
+
+
+def _fixed(model: str, method: str, config: SpeculativeConfig) -> SpeculativeConfig:
+    """The user's configuration with what the directory that is served fixes."""
+    for name, fixed in (("method", method), ("model", model)):
         given = getattr(config, name)
         if given not in (None, fixed):
             logger.warning(
@@ -151,8 +190,7 @@ def _locked(model: str, config: SpeculativeConfig, revision: str | None) -> Plan
                 fixed,
                 model,
             )
-    config = replace(config, method=kind.method, model=model)
-    return _of_speculator(speculator.config.verifier.name_or_path, model, speculator, kind, config)
+    return replace(config, method=method, model=model)
 
 
 def _with_files(model: str, method: str | None, config: SpeculativeConfig, revision: str | None) -> Plan:
@@ -175,6 +213,11 @@ def _with_files(model: str, method: str | None, config: SpeculativeConfig, revis
         _agree(method, kind, source, raw)
         if is_local(source):
             _check_tensors(method, Path(source), source)
+    told = None if own else draft_model_file(source, of_source)
+    if told is not None:
+        kind = replace(kind, depth=told.num_speculative_tokens)
+        if config.parallel_drafting is None:
+            config = replace(config, parallel_drafting=told.parallel_drafting)
     depth = _depth(config, kind, source)
     parallel = _parallel(config, kind, source, always=False)
     return Plan(

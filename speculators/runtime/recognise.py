@@ -147,6 +147,11 @@ def is_causal_lm(config: Mapping[str, Any]) -> bool:
     return config.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
+def names_mask_token(config: Mapping[str, Any]) -> bool:
+    """Whether a language model's configuration has a token that stands for one still to be drafted."""
+    return is_causal_lm(config) and _number(_mask_token(config)) is not None
+
+
 def _method(config: Mapping[str, Any]) -> str | None:
     model_type, classes = config.get("model_type"), _class_names(config)
     if isinstance(model_type, str) and model_type in _METHOD_OF_MODEL_TYPE:

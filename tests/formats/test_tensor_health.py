@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from speculators.formats.checkpoint import read_header
-from speculators.formats.tensor_health import is_norm, number_faults, read_integers, read_marked
+from speculators.formats.tensor_health import constant_faults, is_norm, number_faults, read_integers, read_marked
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 1e-30, 3e38, -3e38, 65504.0, 40000.0, float("nan"), float("inf"), float("-inf")]
@@ -57,6 +57,26 @@ def test_untrained_norms_are_listed_in_one_fault(tmp_path: Path) -> None:
 def test_zero_biases_and_empty_tensors_are_no_faults(tmp_path: Path) -> None:
     tensors = {"layers.0.self_attn.q_proj.bias": torch.zeros(4), "empty.weight": torch.zeros(0)}
     assert slugs(tmp_path, tensors | {"d2t": torch.zeros(4, dtype=torch.int64)}) == []
+
+
+def test_constant_tensors_are_found_to_the_last_number(tmp_path: Path) -> None:
+    almost = torch.full((1_500_000,), 0.25)
+    almost[-1] = 0.5
+    tensors = {
+        "fc.weight": torch.full((3, 4), 0.25),
+        "norm.weight": torch.full((8,), 0.5, dtype=torch.bfloat16),
+        "lm_head.weight": almost,
+        # Zeros and norms of ones have faults of their own; a bias may be constant, and one number is no pattern.
+        "embed_tokens.weight": torch.zeros(4, 4),
+        "layers.0.hidden_norm.weight": torch.ones(4),
+        "fc.bias": torch.full((4,), 2.0),
+        "confidence.weight": torch.full((1,), 3.0),
+    }
+    save_file(tensors, tmp_path / "w.safetensors")
+    found = list(constant_faults(read_header(tmp_path / "w.safetensors")))
+    assert [item.slug for item in found] == ["constant", "constant"]
+    assert sorted(item.message.split()[0] for item in found) == ["fc.weight", "norm.weight"]
+    assert "[3, 4] times" in next(item.message for item in found if item.message.startswith("fc"))
 
 
 def test_names_of_norms() -> None:

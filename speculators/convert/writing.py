@@ -1,0 +1,99 @@
+"""A planned checkpoint on disk, tensor by tensor: the whole of it appears in one rename, or nothing does."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from speculators.convert.plan import CheckpointPlan, PlannedTensor
+from speculators.convert.source import DTYPE_OF_TORCH
+from speculators.errors import FormatError, SpeculatorsError
+from speculators.formats.checkpoint import CONFIG, ITEM_SIZE, WEIGHTS
+from speculators.formats.files import flush, flush_folder, write_text
+
+# The header's length is padded to it, so that tensors are aligned.
+_ALIGNMENT = 8
+
+
+@contextmanager
+def new_directory(target: Path) -> Iterator[Path]:
+    """A folder beside `target` to write into, which takes its name at the end; on an error it is removed.
+
+    FormatError where `target` is there already, SpeculatorsError where the disk refuses.
+    """
+    if target.exists():
+        raise FormatError(f"{target} is there already; give a new directory")
+    staging: Path | None = None
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
+        staging.chmod(0o755)
+        yield staging
+        flush_folder(staging)
+        staging.rename(target)
+        flush_folder(target.parent)
+    except OSError as error:
+        text = f"{target}: the checkpoint could not be written: {error}; free space or choose another place"
+        raise SpeculatorsError(text) from error
+    finally:
+        if staging is not None:
+            shutil.rmtree(staging, ignore_errors=True)
+
+
+def write_plan(plan: CheckpointPlan, folder: Path, progress: Callable[[int], None] = lambda _: None) -> None:
+    """Write a plan's files into an empty folder; `progress` is told the bytes of each tensor as it is written."""
+    if plan.tensors:
+        write_tensors(folder / WEIGHTS, plan.tensors, progress)
+    for file in plan.copies:
+        shutil.copyfile(file, folder / file.name)
+    for name, content in {CONFIG: plan.config, **plan.files}.items():
+        write_text(folder / name, _json(content))
+
+
+def _json(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n"
+
+
+def write_tensors(
+    file: Path, tensors: Mapping[str, PlannedTensor], progress: Callable[[int], None] = lambda _: None
+) -> None:
+    """Write a safetensors file while holding one tensor at a time; FormatError where one is not what was planned.
+
+    Tensors are aligned by writing the widest dtypes first, as the format's own writer does.
+    """
+    order = sorted(tensors, key=lambda name: (-ITEM_SIZE[tensors[name].dtype], name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name in order:
+        tensor = tensors[name]
+        size = prod(tensor.shape) * ITEM_SIZE[tensor.dtype]
+        header[name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [position, position + size],
+        }
+        position += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    with file.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            for part in tensors[name].parts or (tensors[name],):
+                progress(stream.write(_bytes_of(name, part)))
+    flush(file)
+
+
+def _bytes_of(name: str, planned: PlannedTensor) -> memoryview:
+    made = planned.make()
+    got = DTYPE_OF_TORCH.get(made.dtype), tuple(made.shape)
+    if got != (planned.dtype, planned.shape):
+        raise FormatError(f"{name} came out as {got[0]} {list(got[1])}; planned was {planned.dtype} {planned.shape}")
+    return made.contiguous().flatten().view(torch.uint8).numpy().data
