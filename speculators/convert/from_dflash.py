@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from speculators.convert.decoder_layer import decoder_layer
+from speculators.convert.dequantise import dequantise
 from speculators.convert.detect import WRAPPERS
-from speculators.convert.dtypes import dequantise, settle_dtype
+from speculators.convert.dtypes import settle_dtype
 from speculators.convert.from_dflash_settings import (
     BlockSettings,
     explicit_causality,
