@@ -191,7 +191,7 @@ def test_heads_saved_with_another_model_are_refused(tiny_verifier: Path, tmp_pat
     assert plan.dropped["model.embed_tokens.weight"] == plan.dropped["lm_head.weight"] == reason
     case.tensors["lm_head.weight"] = Drawn(1).matrix(layouts.VOCAB, layouts.WIDTH)
     with pytest.raises(
-        SpeculatorsError, match="lm_head.weight is another than the lm_head of .*give that as the verif"
+        SpeculatorsError, match=r"lm_head\.weight is another than the lm_head of .*give that as the verif"
     ):
         converted(case, tmp_path / "other", tiny_verifier)
 
