@@ -135,7 +135,7 @@ class MtpModel(DraftModel):
         drafts, cache, count = Drafts(self, sampler, num_tokens), cast(TurnCache, context.cache), len(self.mtp_layers)
         states_BTH = normed_states(context).to(self.dtype)
         turn = cache.turn(context.rows, context.token_ids_BT, states_BTH, context.starts, context.lengths)
-        cache.keep(context.rows, turn)
+        cache.remember(context.rows, turn)
         # All blocks: those of tokens that are not asked for have to know these positions later.
         outputs, ends = self._take_turn(turn, context, drafts, num_tokens, count), context.ends
         while len(drafts.token_ids) < num_tokens:

@@ -79,7 +79,7 @@ class TurnCache(SlotCache):
             [length + count for length, count in zip(lengths, before, strict=True)],
         )
 
-    def keep(self, rows: slice, turn: Turn) -> None:
+    def remember(self, rows: slice, turn: Turn) -> None:
         """Keep a turn's last positions for the next one."""
         if not self.again:
             return
