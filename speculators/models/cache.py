@@ -6,6 +6,7 @@ token is forgotten by moving a length: the next write lands on it and nothing is
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -131,8 +132,11 @@ class SlotCache:
 
     Storage is `[slots, kv heads, capacity, head size]` a layer, zero-initialised and grown by doubling up to what the
     longest request needs; head counts and sizes are taken from the first write of each layer. `running` has the states
-    of layers that have one instead.
+    of layers that have one instead. `goes_on_anywhere` says that a slot's first entries are all that what follows them
+    needs.
     """
+
+    goes_on_anywhere: ClassVar[bool] = True
 
     def __init__(self, num_layers: int, num_slots: int, *, dtype: torch.dtype, device: torch.device) -> None:
         self.num_slots = num_slots

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from speculators.errors import FormatError, SpeculatorsError, VerifierError
+from speculators.errors import EngineError, FormatError, SpeculatorsError, VerifierError
 from speculators.formats.mtp_names import deepseek_layout, find_layouts, mimo_layout, qwen_layout
 from speculators.formats.verifier_weights import VerifierWeights
 from speculators.models.cache import SlotWrite
@@ -20,6 +20,7 @@ from speculators.models.mtp.config import MtpConfig
 from speculators.models.mtp.draft import MtpDraft
 from speculators.models.mtp.native import to_native
 from speculators.models.speculator import Speculator
+from speculators.runtime.engine import Engine, EngineLimits
 from speculators.runtime.llm import LLM
 from speculators.runtime.proposers.draft_head import DraftHeadProposer
 from speculators.runtime.proposers.proposer import NewTokens
@@ -257,3 +258,10 @@ def test_a_speculators_file_says_one_block() -> None:
     assert written["num_nextn_predict_layers"] == 1
     with pytest.raises(FormatError, match="num_nextn_predict_layers"):
         MtpConfig.from_json(written | {"num_nextn_predict_layers": 2})
+
+
+def test_several_blocks_cannot_begin_inside_another_request() -> None:
+    proposer = DraftHeadProposer(blocks_of("mimo", 2).draft, 2, 4)
+    with pytest.raises(EngineError, match="enable_prefix_caching: a draft of several blocks"):
+        Engine(verifier("mimo"), proposer, limits=EngineLimits(2, 64, 64, True))
+    Engine(verifier("mimo"), proposer, limits=EngineLimits(2, 64, 64))

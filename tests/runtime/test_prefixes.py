@@ -32,6 +32,7 @@ LENGTH = 192
 METHODS = ("eagle3", "dflash", "mtp", "draft_model", "ngram", "suffix")
 OTHERS = ("eagle", "eagle3 (peagle)", "dspark", "dflash (dflash2)", "medusa", "draft_model (PARD)", "ngram_gpu")
 MORE = ("custom_class", "mtp (the verifier's own)", "draft_model (another vocabulary)", "mlp_speculator")
+ASSISTANTS = ("mtp (Gemma 4 assistant)",)
 
 
 class Counting(Verifier):
@@ -147,7 +148,7 @@ def test_sampled_answers_and_drafts_are_those_without_caching(made: Directories,
 
 @pytest.mark.full
 @pytest.mark.parametrize("batch", [1, 16])
-@pytest.mark.parametrize("name", [*OTHERS, *MORE])
+@pytest.mark.parametrize("name", [*OTHERS, *MORE, *ASSISTANTS])
 def test_every_other_method_drafts_as_without_caching(made: Directories, name: str, batch: int) -> None:
     same_as_without(made, name, batch, False)
 

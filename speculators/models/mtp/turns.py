@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -48,6 +49,8 @@ class Turn:
 
 class TurnCache(SlotCache):
     """Keys and values of each block, and each slot's last `again` tokens and states, the newest at the end."""
+
+    goes_on_anywhere: ClassVar[bool] = False
 
     def __init__(
         self, num_blocks: int, num_slots: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device

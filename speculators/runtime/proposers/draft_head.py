@@ -66,7 +66,12 @@ class DraftHeadProposer:
         self._cache.move(source, target, length)
 
     def require_prefix_reuse(self, num_slots: int) -> None:
-        """Raise EngineError where the draft's cache has fewer rows."""
+        """Raise EngineError where the draft's cache has fewer rows, or inputs of each row's end that it needs again."""
+        if not self._cache.goes_on_anywhere:
+            raise EngineError(
+                "enable_prefix_caching: a draft of several blocks reads a request's last inputs again, which another "
+                "request's first tokens do not have; leave it out, or draft with one block"
+            )
         require_slots(self._cache, num_slots)
 
     def copy_prefix(self, source: int, target: int, length: int, request: Request | None) -> None:

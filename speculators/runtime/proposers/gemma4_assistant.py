@@ -48,6 +48,12 @@ class Gemma4AssistantProposer:
     def move(self, source: int, target: int, length: int) -> None:
         """Nothing to do: the verifier's cache moves."""
 
+    def require_prefix_reuse(self, num_slots: int) -> None:
+        """Nothing to check: the verifier's cache is all that is read."""
+
+    def copy_prefix(self, source: int, target: int, length: int, request: Request | None) -> None:
+        """Nothing to do: the verifier's cache copies."""
+
     def forget(self, request: Request) -> None:
         """Nothing to do: nothing is kept."""
 
