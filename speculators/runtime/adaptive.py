@@ -37,10 +37,10 @@ class AdaptiveVerification:
 
     With survivals s and n requests, the plan maximises (n + sum of the largest B survivals among the first D of each
     request) / (cost of drafting D + cost of verifying n + B tokens) over all D and B: a budget of B verified tokens,
-    that the current batch's largest survivals share. Where passes are padded, B is n D: shorter rows would save
-    nothing. Survivals of the plan are those of recent proposals, put together to batches of today's size, never those
-    of the proposal that it decides on, which would bias what is sampled. Until a draft has been seen, everything is
-    verified.
+    that the current batch's largest survivals share. Where passes are padded (not `Verifier.packs`), B is n D: shorter
+    rows would save nothing. Survivals of the plan are those of recent proposals, put together to batches of today's
+    size, never those of the proposal that it decides on, which would bias what is sampled. Until a draft has been seen,
+    everything is verified.
 
     Confidences are the draft's confidence head's, else an `AcceptanceEstimator`'s, which learns from the probabilities
     of its likeliest tokens. Once in 64 proposals all is drafted and one draft a request more is verified than planned,

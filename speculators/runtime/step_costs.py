@@ -56,8 +56,8 @@ class StepCosts:
 
     `verify[n]` is by the tokens of a pass over n requests, drafts included; `draft[n]` by the drafts made for each.
     Between two numbers of requests costs are linear at equal tokens a request, below the first and above the last they
-    are in proportion. `padded` says that a pass computes every row as long as the longest, as this engine does; without
-    it a pass costs what its tokens cost.
+    are in proportion. `padded` says that a pass computes every row as long as the longest; without it a pass costs what
+    its tokens cost, however they are spread over the rows.
     """
 
     verify: Mapping[int, CostTable]
@@ -122,7 +122,7 @@ def measure_costs(verifier: Verifier, proposer: Proposer, *, max_num_seqs: int, 
         for depth in {1, most}:
             points[depth] = _time(partial(proposer.propose, new, depth), verifier.device)
         draft[count] = CostTable(points)
-    return StepCosts(verify, draft)
+    return StepCosts(verify, draft, padded=not verifier.packs)
 
 
 def _doubling(most: int) -> Sequence[int]:

@@ -109,3 +109,31 @@ def test_moving_a_slot_keeps_its_entries_through_growth() -> None:
     more = torch.randn(1, KV_HEADS, 600, SIZE)
     seen, _ = cache.write(1, SlotWrite.at(slice(0, 1), [10], 600, device), more, more)
     torch.testing.assert_close(seen[0], torch.cat([keys[0], more[0]], 1))
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("lengths", [[5, 1, 2, 5], [1, 1, 5, 1], [5, 5, 5, 4], [5, 5, 5, 5]])
+def test_packed_rows_attend_as_each_by_itself(lengths: list[int], window: int | None) -> None:
+    """What is written and attended to lies in one row without padding, but for what fills it up to a multiple of 8."""
+    generator, device = torch.Generator().manual_seed(sum(lengths)), torch.device("cpu")
+    starts, rows = [2, 9, 4, 7], slice(1, 5)
+    cache = SlotCache(1, 6, dtype=torch.float32, device=device)
+    old = torch.randn(2, 4, KV_HEADS, max(starts), SIZE, generator=generator)
+    cache.write(0, SlotWrite.at(rows, [0] * 4, max(starts), device), old[0], old[1])
+    padded = SlotWrite.at(rows, starts, 5, device, lengths=lengths)
+    write = padded.without_padding()
+    entries = 20 if write.packed is None else len(write.packed)
+    assert entries == min(20, 8 * math.ceil(sum(lengths) / 8))
+    assert (write is padded) is (entries == 20)
+    new = torch.randn(2, 4, 5, KV_HEADS, SIZE, generator=generator)
+    q_BTQD = torch.randn(4, 5, HEADS, SIZE, generator=generator)
+    assert write.pack(q_BTQD).shape[:2] == ((1, entries) if entries < 20 else (4, 5))
+    keys, values = cache.write(0, write, write.pack(new[0]).transpose(1, 2), write.pack(new[1]).transpose(1, 2))
+    queries = write.unpack(write.pack(q_BTQD)).transpose(1, 2)
+    out_BQTD = attend(write, queries, keys, values, 1 / math.sqrt(SIZE), window)
+    for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        k_NED, v_NED = (
+            torch.cat([old[part, row, :, :start], new[part, row, :length].transpose(0, 1)], 1) for part in (0, 1)
+        )
+        expected = spelled_out(q_BTQD[row, :length].transpose(0, 1), k_NED, v_NED, start, window)
+        torch.testing.assert_close(out_BQTD[row, :, :length], expected)

@@ -75,6 +75,13 @@ def easy_and_hard(rows: int, step: int, generator: torch.Generator) -> Tensor:
     return torch.where(chosen, easy(rows, step, generator), hard(rows, step, generator))
 
 
+def one_of_eight(rows: int, step: int, generator: torch.Generator) -> Tensor:
+    """One row of eight is drafted nearly always right, the others seldom."""
+    easy, hard = near([0.97] * MOST, 0.3), near([0.3] * MOST, 0.5)
+    chosen = torch.arange(rows)[:, None] % 8 == 0
+    return torch.where(chosen, easy(rows, step, generator), hard(rows, step, generator))
+
+
 def changing(rows: int, step: int, generator: torch.Generator) -> Tensor:
     """Easy and hard text take turns, some hundred steps each."""
     return near([0.9] * MOST if step // 300 % 2 == 0 else [0.5] * MOST, 0.8)(rows, step, generator)
@@ -127,6 +134,16 @@ WORKLOADS = [
         lambda step: 1,
         lambda tokens: 10 + 0.3 * tokens,
         lambda drafts: 0.5 + 1.2 * drafts,
+    ),
+]
+SKEWED = [
+    WORKLOADS[1],
+    Workload(
+        "one of eight easy, 16 requests, a small verifier on a core",
+        one_of_eight,
+        lambda step: 16,
+        lambda tokens: 170 + 3.4 * tokens,
+        lambda drafts: 10.0 + 5.0 * drafts,
     ),
 ]
 
@@ -193,7 +210,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--out", type=Path, default=Path("out/adaptive.json"))
     options = parser.parse_args()
-    lines = [simulate(one, options.steps, padded=padded) for one in WORKLOADS for padded in (False, True)]
+    workloads = [*WORKLOADS, *SKEWED[1:]]
+    lines = [simulate(one, options.steps, padded=padded) for one in workloads for padded in (False, True)]
     for line in lines:
         print(
             f"{line.workload}, padded {line.padded}: {line.adaptive:.1f} tokens/s, static K={line.best_k} "

@@ -17,7 +17,7 @@ from speculators.runtime.proposers.draft_head import DraftHeadProposer
 from speculators.runtime.request import Request
 from speculators.runtime.sampling import SamplingParams
 from speculators.runtime.step_costs import CONTEXT_VARIABLE, CostTable, StepCosts, measure_costs, profile_context_length
-from tests.runtime.adaptive import WORKLOADS, Workload, simulate
+from tests.runtime.adaptive import SKEWED, WORKLOADS, Workload, simulate
 from tests.runtime.parts import random_speculator, random_verifier
 
 
@@ -218,7 +218,7 @@ def test_measured_costs_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     proposer = DraftHeadProposer(random_speculator(verifier).draft, 3, 5)
     measured = measure_costs(verifier, proposer, max_num_seqs=5, max_model_len=64)
     assert sorted(measured.verify) == sorted(measured.draft) == [1, 2, 4, 5]
-    assert measured.padded
+    assert not measured.padded
     for count in range(1, 7):
         passes = measured.verify_ms(count, count * torch.arange(1, 5))
         assert (passes > 0).all()
@@ -244,3 +244,10 @@ def test_never_below_the_best_static_depth_by_more_than_three_percent(workload: 
     assert line.ratio >= 0.97, line
     if "32 requests" in workload.name and not padded:
         assert line.ratio > 1.2, line
+
+
+@pytest.mark.parametrize("workload", SKEWED, ids=lambda one: one.name)
+def test_a_length_for_each_request_is_better_than_one_for_all_where_rows_differ(workload: Workload) -> None:
+    """Costs of the same number of computed tokens are the same, in both."""
+    each, one = (simulate(workload, 400, padded=padded) for padded in (False, True))
+    assert each.adaptive > 1.15 * one.adaptive, (each, one)

@@ -196,3 +196,25 @@ def test_sampled_law_is_the_verifiers_whatever_the_depth(name: str) -> None:
         freedom += int(kept.sum()) - (rest <= 1)
     assert freedom > 60
     assert statistic < chi2.ppf(1 - 1e-5, freedom)
+
+
+def test_a_pass_computes_the_tokens_that_rows_have_and_not_their_padding() -> None:
+    """Counted where the first layer's keys are made; a multiple of 8, while rows have up to five tokens."""
+    verifier, rows = random_verifier(32), [0]
+    counted = verifier.model.model.layers[0].self_attn.k_proj.register_forward_hook(
+        lambda module, inputs, output: rows.__setitem__(0, rows[0] + inputs[0].shape[:-1].numel())
+    )
+    proposer = DraftHeadProposer(random_speculator(verifier).draft, 4, 8)
+    engine = Engine(verifier, proposer, limits=EngineLimits(8, 64), depth=Random(4))
+    for place in range(8):
+        engine.add_request(str(place), [place + 1], SamplingParams(temperature=0, max_tokens=30))
+    padded = 0
+    while len(engine.running) == 8 or engine.waiting:
+        before = rows[0]
+        lengths = [1 + len(request.drafts) for request in engine.running] or [1] * 8
+        engine.step()
+        size = 8 * max(lengths)
+        assert rows[0] - before == min(size, 8 * -(-sum(lengths) // 8))
+        padded += size
+    counted.remove()
+    assert rows[0] < 0.8 * padded
