@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from speculators.convert.decoder_layer import decoder_layer
+from speculators.convert.dequantise import dequantise
 from speculators.convert.detect import WRAPPERS
-from speculators.convert.dtypes import dequantise, settle_dtype
+from speculators.convert.dtypes import settle_dtype
 from speculators.convert.from_dflash_settings import (
     BlockSettings,
     explicit_causality,
@@ -91,6 +92,10 @@ class BlockReader:
         shape, block_size = self.verifier.shape, self.settings.required(self.options.block_size, "block_size", least=2)
         from_anchor = self._sample_from_anchor()
         own_width = self.layer.hidden_size != shape.hidden_size
+        if from_anchor and kind is DFlashConfig:
+            self.ledger.note(
+                "its slots predict the next token (sample_from_anchor), which vLLM refuses of DFlash drafts"
+            )
         config = completed(
             kind,
             self.options.speculative_tokens or (block_size if from_anchor else block_size - 1),
@@ -117,6 +122,10 @@ class BlockReader:
         said, layers = self.settings.count("num_target_layers"), self.verifier.shape.num_hidden_layers
         if said is not None and said != layers:
             text = f"num_target_layers is {said}; {self.verifier.name_or_path} has {layers} layers"
+            raise error_of([fault("verifier-mismatch", f"{text}: is it this verifier's draft?")], "config.json")
+        width, found = self.config.get("target_hidden_size"), self.verifier.shape.hidden_size
+        if width not in (None, found):
+            text = f"target_hidden_size is {width!r}; states of {self.verifier.name_or_path} have {found} numbers"
             raise error_of([fault("verifier-mismatch", f"{text}: is it this verifier's draft?")], "config.json")
 
     def _layer(self) -> DecoderConfig:
@@ -211,10 +220,16 @@ class BlockReader:
         ledger, vocab = self.ledger, self.layer.vocab_size
         sizes = [ledger.source.shape(name) for name in (HEAD, "d2t")]
         drafted = next((shape[0] for shape in sizes if shape), vocab)
+        said = self.config.get("draft_vocab_size")
+        if said not in (None, drafted):
+            text = f"draft_vocab_size is {said!r}; by the tensors the draft proposes {drafted} tokens"
+            raise error_of([fault("contradiction", text)], "config.json")
         plan_vocabulary(ledger, drafted, vocab, self.options.d2t_holds)
         mask = ledger.take_file(MASK_FILE)
         if mask is not None:
             self._plan_mask_embedding(mask, mask_token_id)
+        if ledger.has(HEAD) and drafted == vocab and mask is None and not ledger.has(EMBEDDINGS):
+            ledger.note("a head is stored without embeddings; the verifier's are used")
         if self.verifier.is_here and (ledger.has(EMBEDDINGS) or ledger.has(HEAD)):
             weights = self.verifier.weights
             for name, theirs in ((EMBEDDINGS, weights.embed_tokens), (HEAD, weights.lm_head)):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from speculators.convert.options import ConvertOptions
@@ -15,6 +16,8 @@ from speculators.formats.decoder import HF_BOOKKEEPING, DecoderConfig
 from speculators.formats.faults import error_of, fault, nearest
 
 BLOCK = "dflash_config"
+# How alike two keys are, of 1, where one is the other misspelt.
+_MISSPELT = 0.85
 SETTINGS = frozenset(
     {"block_size", "mask_token_id", "target_layer_ids", "layer_ids", "num_target_layers", "num_anchors"}
     | {"causal", "is_causal", "use_swa", "swa_window_size", "attention_sink_bias", "use_aux_hidden_state"}
@@ -140,12 +143,14 @@ def refuse_unknown_drafters(config: Mapping[str, Any], settings: BlockSettings, 
 def note_unread_keys(config: Mapping[str, Any], verifier: Mapping[str, Any], note: Callable[[str], None]) -> None:
     """Tell of keys that nothing reads; FormatError for one that is nearly a key that is then missing."""
     known = SETTINGS | _READ_ELSEWHERE | HF_BOOKKEEPING | DecoderConfig.model_fields.keys()
-    absent = known - config.keys()
+    nested = config.get(BLOCK) or {}
+    absent = sorted(known - config.keys() - nested.keys())
     unread = sorted(config.keys() - known - verifier.keys())
     for key in unread:
-        meant = nearest(key, absent)
+        meant = get_close_matches(key, absent, n=1, cutoff=_MISSPELT)
         if meant:
-            raise error_of([fault("unknown-key", f"{key} is not a known key{meant}; correct its name")], "config.json")
+            text = f"{key} is not a known key, and {meant[0]} is missing; correct its name"
+            raise error_of([fault("unknown-key", text)], "config.json")
     if unread:
         note(f"keys of config.json that nothing here reads: {', '.join(unread)}")
 
@@ -156,16 +161,16 @@ def with_windows(config: Mapping[str, Any], settings: BlockSettings) -> dict[str
     With `use_swa` every layer has a window. FormatError where it is not said which layers have one, or how wide it is.
     """
     types, layers = config.get("layer_types"), config.get("num_hidden_layers")
+    window = settings.count("swa_window_size", least=1) or config.get("sliding_window")
     if settings.flag("use_swa"):
-        window = settings.count("swa_window_size", least=1) or config.get("sliding_window")
         if window is None or type(layers) is not int:
             text = f"use_swa is true, swa_window_size {window!r} and num_hidden_layers {layers!r}; expected two numbers"
             raise error_of([fault("missing-key", text)], "config.json")
-        return {**config, "layer_types": ["sliding_attention"] * layers, "sliding_window": window}
+        types = ["sliding_attention"] * layers
     if types is None and config.get("use_sliding_window"):
         text = "use_sliding_window is true, but layer_types does not say for which layers; write it"
         raise error_of([fault("missing-key", text)], "config.json")
-    return dict(config)
+    return {**config, "layer_types": types, "sliding_window": window}
 
 
 def explicit_causality(settings: BlockSettings, options: ConvertOptions) -> bool | None:

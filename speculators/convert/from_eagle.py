@@ -36,6 +36,9 @@ def plan(source: SourceCheckpoint, verifier: ConversionVerifier, options: Conver
         "qkv_bias": layer.attention_bias,
         **{name: ledger.has(f"{name}.weight") for name in _NORMS},
     }
+    if len({fields[name] for name in _NORMS}) > 1:
+        there, absent = sorted(_NORMS, key=lambda name: not fields[name])
+        ledger.note(f"{there}.weight is there without {absent}.weight, which producers train together; is it lost?")
     _drop_zero_biases(ledger, layer)
     config = completed(EagleConfig, speculative_tokens(ledger, options, DEFAULT_TOKENS), shape, **fields)
     ledger.copy_all(config.expected_tensors())

@@ -31,6 +31,7 @@ def plan(source: SourceCheckpoint, verifier: ConversionVerifier, options: Conver
     ledger, shape = Ledger(source), verifier.shape
     own = VerifierShape.from_config_dict(source.config, str(source.directory))
     _require_same(own, shape)
+    _require_rows(source, own)
     layout = find_layout(ledger.left, shape.num_hidden_layers)
     if layout is None:
         text = f"no MTP block is there behind its {shape.num_hidden_layers} layers; expected a verifier that has one"
@@ -53,6 +54,14 @@ def _require_same(own: VerifierShape, verifier: VerifierShape) -> None:
         if mine != theirs:
             text = f"{key} is {mine!r} beside the block and {theirs!r} in {verifier.name_or_path}"
             raise error_of([fault("verifier-mismatch", f"{text}: is it this verifier's block?")], "config.json")
+
+
+def _require_rows(source: SourceCheckpoint, own: VerifierShape) -> None:
+    for name in EMBEDDING_NAMES:
+        rows = (source.shape(name) or (own.vocab_size,))[0]
+        if rows != own.vocab_size:
+            text = f"vocab_size is {own.vocab_size}, and {name} has {rows} rows"
+            raise error_of([fault("contradiction", text)], "config.json")
 
 
 def _drop_repeats(ledger: Ledger, layout: NativeLayout, verifier: ConversionVerifier) -> None:

@@ -15,6 +15,8 @@ from speculators.formats.tensor_health import constant_faults, number_faults, re
 from speculators.formats.vocab_map import map_fault
 from speculators.models import family_config
 
+# Experts are stored side by side: expert, row, column.
+_EXPERTS_DIM, _GATE_UP = 3, "gate_up_proj"
 _GENERATION, _TOKENIZER = "generation_config.json", "tokenizer.json"
 
 
@@ -49,7 +51,8 @@ def written_health(
     if not plan.tensors:
         return [], None
     headers = read_headers(folder)
-    faults = [*number_faults(headers), *constant_faults(headers)]
+    parts = dict(_parts(headers))
+    faults = [*number_faults(parts), *constant_faults(parts)]
     family = family_config(plan.family)
     if family is None:
         return faults, None
@@ -57,6 +60,21 @@ def written_health(
     kept = _kept_ids(headers, config.verifier_vocab_size, faults)
     vocabulary = _vocabulary(kept, config.verifier_vocab_size, config.num_draft_ids, verifier)
     return faults + list(_missing(vocabulary)), vocabulary
+
+
+def _parts(headers: Mapping[str, TensorHeader]) -> Iterator[tuple[str, TensorHeader]]:
+    """The tensors, those of experts one by one, gates and projections up apart: each was a matrix of its own."""
+    for name, header in headers.items():
+        if len(header.shape) != _EXPERTS_DIM or header.start == header.end:
+            yield name, header
+            continue
+        halves = 2 if _GATE_UP in name and header.shape[1] % 2 == 0 else 1
+        size = (header.end - header.start) // (header.shape[0] * halves)
+        shape = (header.shape[1] // halves, header.shape[2])
+        for part in range(header.shape[0] * halves):
+            start = header.start + part * size
+            half = f", half {part % halves + 1}" if halves > 1 else ""
+            yield f"{name} [{part // halves}{half}]", header._replace(shape=shape, start=start, end=start + size)
 
 
 def _kept_ids(headers: Mapping[str, TensorHeader], vocab_size: int, faults: list[Fault]) -> frozenset[int] | None:

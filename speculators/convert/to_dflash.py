@@ -51,9 +51,7 @@ def _refused(config: DFlashConfig, ledger: Ledger, layout: str) -> dict[str, boo
         **unsaid_by_layouts(config, ledger),
         "its slots predict their own tokens, not the next (sample_from_anchor)": config.sample_from_anchor,
         "its windows are of all layers or none": layout == MODELOPT and mixed,
-        "its blocks with windows are not causal": layout == MODELOPT
-        and windows
-        and not config.sliding_window_non_causal,
+        "its blocks are never causal": layout == MODELOPT and not config.sliding_window_non_causal,
     }
 
 

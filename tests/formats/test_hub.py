@@ -253,6 +253,46 @@ def test_a_repository_is_downloaded_or_refused_with_the_reason(tmp_path: Path) -
     assert "somebody/empty holds no readable safetensors" in refused["no weights"]["error"]
 
 
+def test_one_file_is_fetched_where_it_is_there(tmp_path: Path) -> None:
+    code = """
+from speculators.formats.hub import fetch_file
+
+attempt("there", lambda: fetch_file("somebody/draft", "config.json").read_text())
+attempt("not there", lambda: fetch_file("somebody/draft", "speculative_config.json"))
+attempt("no repository", lambda: str(fetch_file("somebody/absent", "config.json")))
+"""
+    with running_hub() as hub:
+        hub.add("somebody/draft", {"config.json": b"{}"})
+        found = with_client(hub, tmp_path / "home", code)
+    assert found["there"] == "{}"
+    assert found["not there"] is None
+    assert "there is none of this name" in found["no repository"]["error"]
+
+
+def test_a_served_draft_model_of_the_hub_is_found_by_its_file(tmp_path: Path) -> None:
+    code = """
+from speculators.runtime.infer import infer
+
+attempt("drafts", lambda: [infer("somebody/pard", None).verifier, infer("somebody/pard", None).method])
+attempt("plain", lambda: [infer("somebody/plain", None).verifier, infer("somebody/plain", None).method])
+"""
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "pard_token": 5}
+    verifier = {"name_or_path": "somebody/large", "architectures": ["LlamaForCausalLM"]}
+    told = {
+        "method": "draft_model",
+        "num_speculative_tokens": 4,
+        "parallel_drafting": True,
+        "verifier": verifier,
+    }
+    files = {"config.json": json.dumps(config).encode()}
+    with running_hub() as hub:
+        hub.add("somebody/plain", files)
+        hub.add("somebody/pard", files | {"speculative_config.json": json.dumps(told).encode()})
+        found = with_client(hub, tmp_path / "home", code)
+    assert found["drafts"] == ["somebody/large", "draft_model"]
+    assert found["plain"] == ["somebody/plain", None]
+
+
 def test_a_repository_is_described_without_its_weights(tmp_path: Path) -> None:
     code = """
 config, headers = describe("somebody/large", revision="main")
