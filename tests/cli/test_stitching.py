@@ -68,6 +68,20 @@ def test_the_block_is_put_into_a_copy_of_the_verifier(
     assert (verifier / BLOCK).read_bytes() == before
 
 
+def test_export_and_the_older_form_do_the_same(
+    trained: tuple[Path, dict[str, Tensor]], verifier: Path, tmp_path: Path
+) -> None:
+    assert run("stitch-mtp", trained[0], verifier, "--out", tmp_path / "first", "--json", tmp_path / "report.json") == 0
+    assert run("stitch", trained[0], verifier, tmp_path / "second") == 0
+    command = ("export", trained[0], "--to", "native-mtp", "--verifier", verifier, "--out", tmp_path / "third")
+    assert run(*command) == 0
+    for name in ("second", "third"):
+        assert (tmp_path / name / BLOCK).read_bytes() == (tmp_path / "first" / BLOCK).read_bytes()
+    report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    assert report["layout"] == "native-mtp"
+    assert len(report["used"]) == len(trained[1])
+
+
 def test_what_cannot_be_stitched_is_1_and_leaves_nothing(
     trained: tuple[Path, dict[str, Tensor]], verifier: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
