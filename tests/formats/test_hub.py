@@ -269,6 +269,7 @@ attempt("no repository", lambda: str(fetch_file("somebody/absent", "config.json"
     assert "there is none of this name" in found["no repository"]["error"]
 
 
+@pytest.mark.full
 def test_a_served_draft_model_of_the_hub_is_found_by_its_file(tmp_path: Path) -> None:
     code = """
 from speculators.runtime.infer import infer

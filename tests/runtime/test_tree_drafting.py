@@ -23,7 +23,8 @@ from speculators.runtime.verifier import Verifier
 from tests.models.by_heart import PROMPT, learnt_by_heart
 from tests.models.drafts import randomize
 from tests.runtime.laws import LEAST, LENGTH, PROMPTS, TEMPERATURE, codes, compared, stock_law
-from tests.runtime.methods import BATCHES, Asked, count_of
+from tests.runtime.asked import Asked
+from tests.runtime.methods import BATCHES
 from tests.runtime.parts import random_speculator, random_verifier
 from tests.runtime.replaying import ReplayTrees
 from tests.runtime.served import KINDS, SMALL, Directories
@@ -98,7 +99,7 @@ def test_greedy_answers_are_those_without_drafts(family: str, kind: str, batch: 
     """Ends by length, by a token and by a text; more requests than run at once, so that some begin as others end."""
     asked = ASKED.setdefault(kind, Asked(made, kind))
     llm = tree_llm(made, family, kind, max_num_seqs=batch, max_num_batched_tokens=32)
-    assert asked.told(llm, count_of(batch)) == asked.plain(count_of(batch))
+    assert asked.told(llm, asked.count_of(batch)) == asked.plain(asked.count_of(batch))
     assert llm.stats is not None
     assert llm.num_speculative_tokens == 3
     assert 0 < llm.stats.num_drafts <= llm.stats.num_draft_tokens <= 3 * llm.stats.num_drafts
