@@ -22,8 +22,8 @@ from speculators.runtime.tree_engine import TreeEngine
 from speculators.runtime.verifier import Verifier
 from tests.models.by_heart import PROMPT, learnt_by_heart
 from tests.models.drafts import randomize
-from tests.runtime.laws import LEAST, LENGTH, PROMPTS, TEMPERATURE, codes, compared, stock_law
 from tests.runtime.asked import Asked
+from tests.runtime.laws import LEAST, LENGTH, PROMPTS, TEMPERATURE, codes, compared, stock_law
 from tests.runtime.methods import BATCHES
 from tests.runtime.parts import random_speculator, random_verifier
 from tests.runtime.replaying import ReplayTrees
