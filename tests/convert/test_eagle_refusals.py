@@ -113,7 +113,7 @@ REFUSED: dict[str, tuple[Callable[[], ForeignCheckpoint], Change, str]] = {
     "a tensor too few": (layouts.specforge, without("midlayer.mlp.up_proj.weight"), "up_proj.weight is missing"),
     "no norm": (layouts.specforge, without("norm.weight"), "norm.weight is missing"),
     "a shape": (layouts.specforge, replace("norm.weight", lambda w: w[:-1]), "norm.weight has shape"),
-    "two of a name": (layouts.modelopt, add("model.layers.0.hidden_norm.weight", layouts.HIDDEN), "are both layers.0"),
+    "two of one tensor": (layouts.modelopt, add("model.layers.0.hidden_norm.weight", layouts.HIDDEN), "are both"),
     "a promised norm": (layouts.specforge, put(norm_before_fc=True), "input_norm.weight is missing"),
     "a silent norm": (layouts.specforge_eagle31, put(fc_norm=False), "fc_norm.0.weight is there"),
     "head and size": (layouts.specforge, put(draft_vocab_size=97), "draft_vocab_size is 97"),
