@@ -11,7 +11,7 @@ The data are the verifier's own answers. vLLM writes them to where `data.train` 
 
 The states, 4 KB a token, come from vLLM's engine over all eight GPUs; training then reads the verifier's embedding,
 head and MTP block, and none of its layers. This runtime does not serve linear attention, so that nothing is decoded
-here: write the block back into a copy of the verifier (`speculators stitch`) and measure that with vLLM.
+here: write the block back into a copy of the verifier (`speculators stitch-mtp`) and measure that with vLLM.
 Published for MiMo-7B-RL (arXiv 2509.18362; greedy, 3 tokens): acceptance length 1.83 before and 2.73 after; none for
 this verifier.
 """

@@ -17,7 +17,7 @@ RANK = {"errors": 0, "formats": 1, "models": 2, "runtime": 3, "convert": 4, "ext
 VERBS = ("runtime", "convert", "extract", "train", "cli")
 # Places where a method or a producer has to be called by its name.
 FAMILY_TABLES = re.compile(
-    r"speculators/(runtime/(config|recognise)|convert/((from|to)_\w+|detect|layer_ids|sources|targets))\.py"
+    r"speculators/(runtime/(config|recognise)|convert/((from|to)_\w+|detect|layer_ids|sources|targets)|cli/stitching)\.py"
 )
 # Packages whose absence is normal (extras), or whose import is slow and needed for one picture, kernel or kind of file.
 LATE_THIRD_PARTY = {"datasets", "gguf", "llguidance", "matplotlib", "pyarrow", "vllm"}

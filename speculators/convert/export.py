@@ -73,4 +73,6 @@ def planned_export(
 def _with_verifier(config: SpeculatorConfig, verifier: str) -> SpeculatorConfig:
     written = config.to_json()
     written["speculators_config"]["verifier"]["name_or_path"] = verifier
+    # Some families name it twice.
+    written |= {key: verifier for key in ("base_model_name_or_path",) if key in written}
     return type(config).from_json(written)

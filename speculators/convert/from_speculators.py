@@ -238,6 +238,8 @@ def _eagle_keys(ledger: Ledger, raw: Mapping[str, Any]) -> dict[str, Any]:
     heads, hidden = layer.get("num_attention_heads"), layer.get("hidden_size")
     if fields.get("head_dim") is None and type(heads) is int and type(hidden) is int and heads > 0:
         fields["head_dim"] = hidden // heads
+    if fields.get("num_key_value_heads") is None:
+        fields["num_key_value_heads"] = heads
     theta = layer.get("rope_theta")
     if theta is None:
         ledger.note(f"no rope_theta is written; taken as {DEFAULT_ROPE_THETA:g}, as its producer's code does")

@@ -79,8 +79,9 @@ class CheckpointPlan:
     """A checkpoint to be written, and the account of the one that it is made from.
 
     `config` is what `config.json` holds; `files` are further JSON files by name, `copies` files that are taken as they
-    are. `used` are names in the source, `dropped` those that are left out with the reason, `derived` says of tensors
-    that the source did not have what they were made of.
+    are, `links` such as need not be copied where a hard link can be. `shards` names the file of each tensor where there
+    is more than one. `used` are names in the source, `dropped` those that are left out with the reason, `derived` says
+    of tensors that the source did not have what they were made of.
     """
 
     family: str
@@ -93,6 +94,8 @@ class CheckpointPlan:
     notes: tuple[str, ...] = ()
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     copies: tuple[Path, ...] = ()
+    links: tuple[Path, ...] = ()
+    shards: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:

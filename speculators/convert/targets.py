@@ -31,6 +31,7 @@ TARGETS: dict[str, str] = {
     "medusa": "speculators.convert.to_medusa",
     "vllm-medusa": "speculators.convert.to_medusa",
     "ibm-mlp-speculator": "speculators.convert.to_mlp_speculator",
+    "native-mtp": "speculators.convert.to_mtp",
 }
 
 

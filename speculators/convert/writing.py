@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -50,12 +51,26 @@ def new_directory(target: Path) -> Iterator[Path]:
 
 def write_plan(plan: CheckpointPlan, folder: Path, progress: Callable[[int], None] = lambda _: None) -> None:
     """Write a plan's files into an empty folder; `progress` is told the bytes of each tensor as it is written."""
-    if plan.tensors:
-        write_tensors(folder / WEIGHTS, plan.tensors, progress)
+    shards: dict[str, dict[str, PlannedTensor]] = {}
+    for name, tensor in plan.tensors.items():
+        shards.setdefault(plan.shards.get(name, WEIGHTS), {})[name] = tensor
+    for shard, tensors in shards.items():
+        write_tensors(folder / shard, tensors, progress)
     for file in plan.copies:
         shutil.copyfile(file, folder / file.name)
+    for file in plan.links:
+        _link_or_copy(file, folder / file.name)
+    taken = {file.name for file in (*plan.copies, *plan.links)}
     for name, content in {CONFIG: plan.config, **plan.files}.items():
-        write_text(folder / name, _json(content))
+        if name not in taken:
+            write_text(folder / name, _json(content))
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    try:
+        os.link(source.resolve(), target)
+    except OSError:  # another file system, or one without hard links
+        shutil.copyfile(source, target)
 
 
 def _json(content: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from speculators.errors import FormatError, SpeculatorsError
+from speculators.errors import SpeculatorsError
 from speculators.formats.config import SpeculatorConfig
 from speculators.formats.verifier_weights import VerifierWeights
 from speculators.formats.vocab import DraftVocab
@@ -294,16 +294,6 @@ class DraftModel(nn.Module, ABC):
         cannot be understood.
         """
         return {}
-
-    def stitch(self, verifier: Path, directory: Path) -> None:
-        """Write a copy of a verifier's local checkpoint in which this draft has the place of what is native there.
-
-        FormatError for a family that no checkpoint has of its own, which most are, and where it does not fit.
-        """
-        raise FormatError(
-            f"verifiers have no {self.config.speculators_model_type} draft of their own that this one could replace; "
-            "expected a draft that was made to be a part of its verifier"
-        )
 
     def make_cache(self, num_slots: int) -> SlotCache:
         """An empty cache of this model's keys and values for `num_slots` requests; of no layers unless it has some."""

@@ -1,4 +1,4 @@
-"""stitch: what it writes, and what it refuses with which exit code."""
+"""stitch-mtp: what it writes, and what it refuses with which exit code."""
 
 import json
 import resource
@@ -54,8 +54,8 @@ def test_the_block_is_put_into_a_copy_of_the_verifier(
     trained: tuple[Path, dict[str, Tensor]], verifier: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before, out = (verifier / BLOCK).read_bytes(), tmp_path / "deep" / "stitched"
-    assert run("stitch", trained[0], verifier, out) == 0
-    assert capsys.readouterr().out == f"{out}: {verifier} with the block of {trained[0]}\n"
+    assert run("stitch-mtp", trained[0], verifier, "--out", out) == 0
+    assert f"warning: written anew: {BLOCK}; as they were: 3 files\n" in capsys.readouterr().out
     assert sorted(path.name for path in out.iterdir()) == sorted(path.name for path in verifier.iterdir())
     written = load_file(out / BLOCK)
     kept = written.pop("model.layers.3.mlp.up_proj.weight")
@@ -66,6 +66,20 @@ def test_the_block_is_put_into_a_copy_of_the_verifier(
         assert torch.equal(written[name], tensor), name
     assert (out / LAYERS).samefile(verifier / LAYERS)
     assert (verifier / BLOCK).read_bytes() == before
+
+
+def test_export_and_the_older_form_do_the_same(
+    trained: tuple[Path, dict[str, Tensor]], verifier: Path, tmp_path: Path
+) -> None:
+    assert run("stitch-mtp", trained[0], verifier, "--out", tmp_path / "first", "--json", tmp_path / "report.json") == 0
+    assert run("stitch", trained[0], verifier, tmp_path / "second") == 0
+    command = ("export", trained[0], "--to", "native-mtp", "--verifier", verifier, "--out", tmp_path / "third")
+    assert run(*command) == 0
+    for name in ("second", "third"):
+        assert (tmp_path / name / BLOCK).read_bytes() == (tmp_path / "first" / BLOCK).read_bytes()
+    report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    assert report["layout"] == "native-mtp"
+    assert len(report["used"]) == len(trained[1])
 
 
 def test_what_cannot_be_stitched_is_1_and_leaves_nothing(
@@ -79,14 +93,14 @@ def test_what_cannot_be_stitched_is_1_and_leaves_nothing(
         ((trained[0], other, out), f"{other} has no MTP block to replace; expected the verifier"),
         ((trained[0], tmp_path / "empty", out), "neither model.safetensors nor"),
         ((tmp_path / "empty", verifier, out), "config.json is missing"),
-        ((trained[0], verifier, other), f"{other} is there already; give a new folder"),
+        ((trained[0], verifier, other), f"{other} is there already; give a new directory"),
     ):
-        assert run("stitch", *arguments) == 1
+        assert run("stitch-mtp", *arguments[:2], "--out", arguments[2]) == 1
         error = capsys.readouterr().err
         assert error.startswith("error: ")
         assert message in error
         assert not out.exists()
-    assert run("stitch", trained[0], verifier) == 2
+    assert run("stitch-mtp", trained[0], verifier) == 2
 
 
 def test_a_disk_without_room_is_1_and_leaves_nothing(
@@ -97,7 +111,7 @@ def test_a_disk_without_room_is_1_and_leaves_nothing(
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, ((verifier / BLOCK).stat().st_size // 2, limits[1]))
     try:
-        assert run("stitch", trained[0], verifier, tmp_path / "out") == 1
+        assert run("stitch-mtp", trained[0], verifier, "--out", tmp_path / "out") == 1
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "File too large" in capsys.readouterr().err

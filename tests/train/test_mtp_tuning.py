@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from speculators.convert.export import export
 from speculators.errors import FormatError, VerifierError
 from speculators.formats.checkpoint import INDEX, read_headers
 from speculators.formats.mtp_names import deepseek_layout
@@ -106,7 +107,7 @@ def test_training_needs_none_of_the_verifiers_layers(tuned: Run, verifier: Parts
 def test_the_block_goes_back_under_the_names_that_engines_read(tuned: Run, verifier: Parts, tmp_path: Path) -> None:
     """Every other tensor and file stays as it is (pitfall 37)."""
     speculator = Speculator.from_pretrained(tuned.outputs.speculator)
-    speculator.draft.stitch(verifier[0], tmp_path / "stitched")
+    export(tuned.outputs.speculator, "native-mtp", tmp_path / "stitched", verifier=str(verifier[0]))
     before, after = (
         {name: tensor for file in (ENDS, LAYERS, BLOCK) for name, tensor in load_file(folder / file).items()}
         for folder in (verifier[0], tmp_path / "stitched")
@@ -123,18 +124,17 @@ def test_the_block_goes_back_under_the_names_that_engines_read(tuned: Run, verif
     assert (tmp_path / "stitched" / LAYERS).samefile(verifier[0] / LAYERS)
     assert not (tmp_path / "stitched" / BLOCK).samefile(verifier[0] / BLOCK)
     assert read_headers(tmp_path / "stitched").keys() == before.keys()
-    with pytest.raises(FormatError, match="is there already; give a new folder"):
-        speculator.draft.stitch(verifier[0], tmp_path / "stitched")
+    with pytest.raises(FormatError, match="is there already; give a new directory"):
+        export(tuned.outputs.speculator, "native-mtp", tmp_path / "stitched", verifier=str(verifier[0]))
 
 
 def test_what_is_missing_is_named(verifier: Parts, tuned: Run, tiny_verifier: Path, tmp_path: Path) -> None:
-    speculator = Speculator.from_pretrained(tuned.outputs.speculator)
     shutil.copytree(verifier[0], tmp_path / "without")
     index = json.loads((verifier[0] / INDEX).read_text(encoding="utf-8"))
     index["weight_map"] = {name: file for name, file in index["weight_map"].items() if file != BLOCK}
     (tmp_path / "without" / INDEX).write_text(json.dumps(index), encoding="utf-8")
     with pytest.raises(FormatError, match="has no MTP block to replace"):
-        speculator.draft.stitch(tmp_path / "without", tmp_path / "stitched")
+        export(tuned.outputs.speculator, "native-mtp", tmp_path / "stitched", verifier=str(tmp_path / "without"))
     shutil.copytree(verifier[0], tmp_path / "verifier")
     (tmp_path / "verifier" / ENDS).unlink()
     message = rf"{ENDS}, which has model\.embed_tokens\.weight, is missing; fetch it"

@@ -24,7 +24,6 @@ from speculators.models.layers import SkinnyLinear, draw_parameters
 from speculators.models.mtp.block import MtpBlock, build_block, build_rotary, cache_argument
 from speculators.models.mtp.config import PREFIX, MtpConfig
 from speculators.models.mtp.native import read_native
-from speculators.models.mtp.stitch import stitch
 from speculators.models.proposing import Drafts, at_last, normed_states
 
 Part = Literal["router", "experts"]
@@ -78,10 +77,6 @@ class MtpModel(DraftModel):
     def native_tensors(self, directory: Path, weights: VerifierWeights) -> dict[str, Tensor]:
         """The block that the verifier's checkpoint has, if any; see `native.read_native`."""
         return read_native(directory, self.config.transformer_layer_config.num_hidden_layers, weights)
-
-    def stitch(self, verifier: Path, directory: Path) -> None:
-        """Write a copy of a verifier's checkpoint with this block in the place of its own; see `stitch.stitch`."""
-        stitch(self.config, self.state_dict(), verifier, directory)
 
     def parameters_of(self, part: Part) -> Iterator[nn.Parameter]:
         """The parameters of the router, or of the routed experts; none in a dense block."""
