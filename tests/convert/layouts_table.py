@@ -24,6 +24,11 @@ from tests.convert.foreign import ForeignCheckpoint
 from tests.convert.mutations import CASES, is_native
 from tests.tiny_models import make_verifier
 
+# What is read without being a draft of one of the layouts' cases.
+_BESIDES = {
+    "pard": "PARD models, kept as they are beside a `speculative_config.json` that `LLM(DIR)` reads",
+    "speculators": "directories of older versions of `speculators`",
+}
 BEGIN, END = "<!-- layouts: begin -->", "<!-- layouts: end -->"
 
 
@@ -86,7 +91,7 @@ def readme_table(rows: list[Row]) -> str:
     for source in SOURCES:
         mine = [row for row in rows if row.source == source]
         targets = [layout for layout in TARGETS if any(layout in row.identity for row in mine)]
-        read = ", ".join(row.layout for row in mine) or "-"
+        read = ", ".join(row.layout for row in mine) or _BESIDES.get(source, "-")
         lines.append(f"| {source} | {read} | {', '.join(f'`{name}`' for name in targets) or '-'} |")
     return "\n".join(lines)
 
