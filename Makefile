@@ -56,6 +56,7 @@ test-extract-vllm: .venv/ready .venv-vllm/complete ## hidden states from real vL
 
 test-interop: .venv/ready .venv-peer/complete ## directories of ours in PyPI's `speculators`, and its own in ours
 	$(BIN)/python tests/interop/compare.py --peer-python .venv-peer/bin/python --out out/interop.json
+	$(BIN)/python -m tests.interop.converting --peer-python .venv-peer/bin/python --out out/convert_peer.json
 
 clean: ## remove the environments and every output
 	rm -rf .venv .venv-vllm .venv-peer out build dist

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from speculators.convert.plan import Ledger
+from speculators.convert.options import ConversionVerifier
+from speculators.convert.plan import Ledger, PlannedTensor
+from speculators.convert.source import TORCH_OF_DTYPE
 from speculators.errors import FormatError
+from speculators.formats.checkpoint import DTYPE_NAMES
 from speculators.formats.config import SpeculatorConfig
 from speculators.formats.decoder import DecoderConfig
+from speculators.formats.faults import error_of, fault
 
+_STORED = {dtype: name for name, dtype in DTYPE_NAMES.items()}
 _WINDOWS = ("layer_types", "sliding_window", "use_sliding_window")
 
 
@@ -35,11 +41,21 @@ def require_expressible(config: SpeculatorConfig, layout: str, refused: Mapping[
         raise FormatError(f"this {kind} speculator cannot be written as {layout}: {'; '.join(reasons)}")
 
 
-def require_stored(ledger: Ledger, layout: str, *names: str) -> None:
-    """Raise FormatError where a speculator leaves a tensor to its verifier that the layout has to have."""
-    absent = [name for name in names if not ledger.has(name)]
-    if absent:
-        raise FormatError(
-            f"{ledger.source.directory} leaves {' and '.join(absent)} to its verifier, and {layout} does not; attach "
-            "the verifier's weights and save it again"
-        )
+def add_verifiers(ledger: Ledger, config: SpeculatorConfig, *names: str) -> None:
+    """Write the verifier's embeddings or head where a speculator leaves them to it and the layout does not.
+
+    FormatError where the verifier's are of another shape.
+    """
+    missing = [name for name in names if not ledger.has(name) and name not in ledger.planned]
+    if not missing:
+        return
+    name_or_path = config.verifier.name_or_path
+    weights, dtype = ConversionVerifier(name_or_path).weights, _STORED[config.dtype]
+    theirs = {"embed_tokens.weight": weights.embed_tokens, "lm_head.weight": weights.lm_head}
+    for name in missing:
+        shape, wanted = tuple(theirs[name].shape), config.expected_tensors()[name].shape
+        if shape != wanted:
+            text = f"{name} of {name_or_path} is {list(shape)}; the draft's is {list(wanted)}: give its own verifier"
+            raise error_of([fault("verifier-mismatch", text)], ledger.source.directory)
+        make = partial(theirs[name].to, TORCH_OF_DTYPE[dtype])
+        ledger.plan(name, PlannedTensor(shape, dtype, make), f"{name_or_path}'s")

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
-
-from torch import Tensor
-
-from speculators.convert.foreign_config import require_expressible
+from speculators.convert.foreign_config import add_verifiers, require_expressible
 from speculators.convert.from_dspark import UNPREFIXED
-from speculators.convert.options import ConversionVerifier
-from speculators.convert.plan import CheckpointPlan, Ledger, PlannedTensor
-from speculators.convert.source import TORCH_OF_DTYPE, SourceCheckpoint
+from speculators.convert.plan import CheckpointPlan, Ledger
+from speculators.convert.source import SourceCheckpoint
 from speculators.convert.to_dflash import (
     EMBEDDINGS,
     HEAD,
@@ -49,7 +44,7 @@ def plan(speculator: SourceCheckpoint, config: SpeculatorConfig, layout: str) ->
         }
         return ledger.finish_foreign(layout, written)
     ledger.copy_all(ledger.left)
-    _add_verifiers(config, ledger)
+    add_verifiers(ledger, config, EMBEDDINGS, HEAD)
     written |= {
         **block_settings(config),
         **heads,
@@ -76,16 +71,3 @@ def _refused(config: DSparkConfig, ledger: Ledger, layout: str) -> dict[str, boo
         return refused | unsaid | {text: without}
     stored = ("it stores no embeddings", "it stores no head")
     return refused | {reason: holds for reason, holds in unsaid.items() if reason not in stored}
-
-
-def _add_verifiers(config: DSparkConfig, ledger: Ledger) -> None:
-    """Write the verifier's embeddings and head where the speculator leaves them to it."""
-    verifier = ConversionVerifier(config.verifier.name_or_path)
-    missing = [name for name in (EMBEDDINGS, HEAD) if name not in ledger.planned]
-    if not missing:
-        return
-    weights, dtype = verifier.weights, ledger.planned["fc.weight"].dtype
-    theirs: dict[str, Tensor] = {EMBEDDINGS: weights.embed_tokens, HEAD: weights.lm_head}
-    for name in missing:
-        make = partial(theirs[name].to, TORCH_OF_DTYPE[dtype])
-        ledger.plan(name, PlannedTensor(tuple(theirs[name].shape), dtype, make), f"{verifier.name_or_path}'s")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from speculators.convert.foreign_config import llama_keys, require_expressible, require_stored
+from speculators.convert.foreign_config import add_verifiers, llama_keys, require_expressible
 from speculators.convert.plan import CheckpointPlan, Ledger
 from speculators.convert.source import SourceCheckpoint
 from speculators.errors import FormatError
@@ -23,7 +23,7 @@ def plan(speculator: SourceCheckpoint, config: SpeculatorConfig, layout: str) ->
     require_expressible(config, layout, _refused(config, layout))
     ledger = Ledger(speculator)
     if layout == SAFEAILAB:
-        require_stored(ledger, layout, "embed_tokens.weight")
+        add_verifiers(ledger, config, "embed_tokens.weight")
     ledger.copy_all(ledger.left)
     return ledger.finish_foreign(layout, _config(config))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from speculators.convert.foreign_config import llama_keys, require_expressible, require_stored
+from speculators.convert.foreign_config import add_verifiers, llama_keys, require_expressible
 from speculators.convert.layer_ids import OUTPUT
 from speculators.convert.options import ConversionVerifier
 from speculators.convert.plan import CheckpointPlan, Ledger
@@ -26,7 +26,7 @@ def plan(speculator: SourceCheckpoint, config: SpeculatorConfig, layout: str) ->
         raise FormatError(f"{layout} is a layout of EAGLE-3; this is a {config.speculators_model_type} speculator")
     require_expressible(config, layout, _refused(config, layout))
     ledger = Ledger(speculator)
-    require_stored(ledger, layout, "lm_head.weight")
+    add_verifiers(ledger, config, "lm_head.weight")
     written = _config(config, layout)
     if layout == SAFEAILAB:
         _require_default_ids(config, ledger)

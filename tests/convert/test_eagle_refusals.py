@@ -113,7 +113,7 @@ REFUSED: dict[str, tuple[Callable[[], ForeignCheckpoint], Change, str]] = {
     "a tensor too few": (layouts.specforge, without("midlayer.mlp.up_proj.weight"), "up_proj.weight is missing"),
     "no norm": (layouts.specforge, without("norm.weight"), "norm.weight is missing"),
     "a shape": (layouts.specforge, replace("norm.weight", lambda w: w[:-1]), "norm.weight has shape"),
-    "two of one tensor": (layouts.modelopt, add("model.layers.0.hidden_norm.weight", layouts.HIDDEN), "prefixes"),
+    "two of one tensor": (layouts.modelopt, add("model.layers.0.hidden_norm.weight", layouts.HIDDEN), "are both"),
     "a promised norm": (layouts.specforge, put(norm_before_fc=True), "input_norm.weight is missing"),
     "a silent norm": (layouts.specforge_eagle31, put(fc_norm=False), "fc_norm.0.weight is there"),
     "head and size": (layouts.specforge, put(draft_vocab_size=97), "draft_vocab_size is 97"),
@@ -266,5 +266,6 @@ def test_weights_beside_those_that_are_read_are_named(tiny_verifier: Path, tmp_p
     case = layouts.modelopt()
     source = case.write(tmp_path / "foreign")
     save_file({"lora_A.weight": torch.ones(2)}, source / "adapter_model.safetensors")
-    notes = attempt(case, tmp_path, tiny_verifier).plan.notes
-    assert "adapter_model.safetensors changes the verifier: serve the verifier with it" in notes
+    plan = attempt(case, tmp_path, tiny_verifier).plan
+    assert any("an adapter of the verifier lies beside the draft" in note for note in plan.notes)
+    assert "adapter_model.safetensors" in plan.dropped
