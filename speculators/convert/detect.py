@@ -10,7 +10,7 @@ from speculators.convert.layer_ids import lookup
 from speculators.errors import FormatError
 
 _MEDUSA = re.compile(r"(?:module\.)?(?:medusa_heads?\.|heads\.)?\d+\.\d+\.(?:linear\.)?(?:weight|bias)")
-_DEEPSEEK_MTP = re.compile(r"model\.layers\.\d+\.eh_proj\.weight")
+_DEEPSEEK_MTP = re.compile(r"model\.layers\.\d+\.(?:eh_proj|enorm|hnorm|shared_head\.\w+)\.weight")
 _FUSED_LAYER = re.compile(r"(?:.*\.)?(?:midlayer|layers\.0)\.hidden_norm\.weight")
 
 # What each wrapper puts in front of a draft's own names.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +24,16 @@ from speculators.models.mtp.native import from_native
 
 DEFAULT_TOKENS = 3
 _TOKENS = "num_speculative_steps"
+# Keys of other drafts' and other verifiers' configurations that change numbers, and the values at which they do not.
+_FOREIGN = {
+    "fc_norm": False,
+    "norm_before_fc": False,
+    "norm_before_residual": False,
+    "norm_output": False,
+    "logit_scale": 1.0,
+}
+_LAYER = re.compile(r"(?:model\.|model\.language_model\.|language_model\.model\.)layers\.(\d+)\.")
+_DENSE = re.compile(_LAYER.pattern + r"mlp\.up_proj\.weight")
 _SAME = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
 
 
@@ -31,11 +43,14 @@ def plan(source: SourceCheckpoint, verifier: ConversionVerifier, options: Conver
     ledger, shape = Ledger(source), verifier.shape
     own = VerifierShape.from_config_dict(source.config, str(source.directory))
     _require_same(own, shape)
+    _require_widths(source, own.raw)
+    _require_known_keys(own.raw)
     _require_rows(source, own)
     layout = find_layout(ledger.left, shape.num_hidden_layers)
     if layout is None:
         text = f"no MTP block is there behind its {shape.num_hidden_layers} layers; expected a verifier that has one"
         raise error_of([fault("missing-tensor", text)], source.directory)
+    _require_all_layers(ledger, layout, shape)
     for name in [name for name in ledger.left if not name.startswith(layout.prefix)]:
         ledger.drop(name, "a weight of the verifier's own, which a speculator does not repeat")
     _drop_repeats(ledger, layout, verifier)
@@ -62,6 +77,35 @@ def _require_rows(source: SourceCheckpoint, own: VerifierShape) -> None:
         if rows != own.vocab_size:
             text = f"vocab_size is {own.vocab_size}, and {name} has {rows} rows"
             raise error_of([fault("contradiction", text)], "config.json")
+
+
+def _require_widths(source: SourceCheckpoint, config: Mapping[str, Any]) -> None:
+    """Refuse a width of the MLP that dense layers do not have, which a block of experts would carry along unread."""
+    said = config.get("intermediate_size")
+    for name, tensor in source.tensors.items():
+        if _DENSE.fullmatch(name) and said is not None and tensor.shape[:1] != (said,):
+            text = f"intermediate_size is {said!r}, and {name} is {list(tensor.shape)}"
+            raise error_of([fault("contradiction", text)], "config.json")
+
+
+def _require_known_keys(config: Mapping[str, Any]) -> None:
+    for key in (key for key, neutral in _FOREIGN.items() if config.get(key) not in (None, neutral)):
+        text = f"{key} is {config[key]!r}, which no MTP block has; is it the verifier's own configuration?"
+        raise error_of([fault("contradiction", text)], "config.json")
+
+
+def _require_all_layers(ledger: Ledger, layout: NativeLayout, verifier: VerifierShape) -> None:
+    """Refuse a number of layers that is not the checkpoint's: it says where the block stands and what it is like."""
+    others = [name for name in ledger.left if not name.startswith(layout.prefix)]
+    found = {int(match[1]) for name in others if (match := _LAYER.match(name))}
+    wrong = sorted(found ^ set(range(verifier.num_hidden_layers)))
+    if found and wrong:
+        text = f"num_hidden_layers is {verifier.num_hidden_layers}; layer {wrong[0]} is {_there(wrong[0] in found)}"
+        raise error_of([fault("contradiction", text)], ledger.source.directory)
+
+
+def _there(found: bool) -> str:
+    return "there besides" if found else "missing"
 
 
 def _drop_repeats(ledger: Ledger, layout: NativeLayout, verifier: ConversionVerifier) -> None:

@@ -52,6 +52,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 # Keys that only training reads, and the values of others at which they mean nothing.
 _OF_TRAINING = ("enable_sp_ulysses", "auf", "lambda_base_start", "lambda_base_decay_ratio", "num_speculative_steps")
 _OF_DOMINO = ("pure_draft_prefix_len", "emb_dim", "gru_hidden_dim")
+# Types whose writers save embeddings.
+_WITH_EMBEDDINGS = ("eagle", "eagle3")
 # Tensors of the verifier that the writers' training holds beside the draft.
 _OF_THE_VERIFIER = re.compile(r"verifier_(lm_head|norm)\..*")
 _OLD_EAGLE = {"fusion_fc.": "fc.", "transformer.": "layers.0."}
@@ -210,6 +212,8 @@ def _take_tensors(
         raise UsageError("d2t_holds is given for a draft without d2t")
     expected = config.expected_tensors()
     ledger.copy_all(name for name in expected if name not in ledger.planned)
+    if config.speculators_model_type in _WITH_EMBEDDINGS and "embed_tokens.weight" not in ledger.planned:
+        ledger.note("no embeddings are stored; the verifier's are used")
     if ledger.has("fc.bias") and not ledger.stored("fc.bias").read().any():
         ledger.drop("fc.bias", "a bias of zeros, which changes nothing")
     if ledger.has("lm_head.weight"):

@@ -93,8 +93,8 @@ class SourceCheckpoint:
             short = known_as(name)
             if short in named:
                 raise FormatError(
-                    f"{self.directory}: tensors {named[short].name} and {tensor.name} are both {short} without what "
-                    "wrappers put around names; remove the stale one"
+                    f"{self.directory}: tensors {named[short].name} and {tensor.name} are both {short} without the "
+                    "prefixes of wrappers; remove the stale one"
                 )
             named[short] = tensor
         return replace(self, tensors=named)

@@ -243,7 +243,7 @@ AROUND = {
 
 
 def native_mtp(style: str, prefix: str, **keys: Any) -> ForeignCheckpoint:
-    """A verifier's embedding, head, last norm and one of its own weights, and behind them its MTP block."""
+    """A verifier's embedding, head, last norm and one weight of each of its layers, and behind them its MTP block."""
     raw, drawn = verifier_config(style, **keys), Drawn(11 + len(style))
     hidden, vocab = raw["hidden_size"], raw["vocab_size"]
     joined, of_embedding, of_state, last, layer = AROUND[prefix]
@@ -259,7 +259,7 @@ def native_mtp(style: str, prefix: str, **keys: Any) -> ForeignCheckpoint:
         "model.embed_tokens.weight": drawn.matrix(vocab, hidden),
         "model.norm.weight": drawn.norm(hidden),
         "lm_head.weight": drawn.matrix(vocab, hidden),
-        "model.layers.0.mlp.up_proj.weight": drawn.matrix(48, hidden),
+        **{f"model.layers.{index}.mlp.up_proj.weight": drawn.matrix(48, hidden) for index in range(4)},
     }
     if prefix.startswith("model.layers."):
         block |= {"embed_tokens.weight": own["model.embed_tokens.weight"].clone()}
