@@ -63,7 +63,7 @@ def fetch_config(repo: str, revision: str | None = None, token: str | None = Non
 
 
 def fetch_file(repo: str, name: str, revision: str | None = None, token: str | None = None) -> Path | None:
-    """Where a file of a repository lies, downloading it; None where there is none of that name, offline none in the cache.
+    """Where a file of a repository lies, downloading it; None where there is none of that name (offline: in the cache).
 
     SpeculatorsError as from `resolve`.
     """
