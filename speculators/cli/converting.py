@@ -229,7 +229,7 @@ def _measured(conversion: "Conversion", conversations: list[Any] | None, json_pa
     from speculators.convert.check import check
 
     found = check(conversion.directory, conversations)
-    rows = [(one.reading.name, f"{one.acceptance_length:.3f}", one.stats.num_drafts) for one in found.measured]
+    rows = [(one.reading.name, f"{one.acceptance_length:.3f}", one.num_drafts) for one in found.measured]
     print_table("acceptance by reading", ("reading", "tokens a step", "steps"), rows, json_path)
     better = found.better
     if better is not None:

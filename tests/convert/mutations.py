@@ -27,6 +27,7 @@ from speculators.convert.sources import SOURCES
 from speculators.errors import SpeculatorsError
 from tests.convert import layouts_block, layouts_eagle, layouts_native, trained_mutations
 from tests.convert.foreign import ForeignCheckpoint
+from tests.convert.other_values import ID_KEYS, OTHER_IDS, OTHER_VALUES
 from tests.tiny_models import make_verifier
 
 Outcome = Literal["refused", "flagged", "silent", "same"]
@@ -298,55 +299,6 @@ def _of_maps(case: ForeignCheckpoint) -> Iterator[Mutation]:
         yield Mutation("d2t of ids, alone", absolute, words=MAPS)
 
 
-# Values that keys of configurations do not have in any of the checkpoints, whatever they stand in.
-_OTHER_VALUES: dict[str, list[Any]] = {
-    "hidden_size": [48, "64"],
-    "intermediate_size": [81],
-    "num_hidden_layers": [6],
-    "num_attention_heads": [5, 0],
-    "num_key_value_heads": [3],
-    "head_dim": [20],
-    "vocab_size": [300, 385],
-    "draft_vocab_size": [95],
-    "target_hidden_size": [96],
-    "hidden_act": ["gelu"],
-    "rms_norm_eps": [-1.0, "small"],
-    "rope_scaling": [{"type": "dynamic", "factor": 2.0}],
-    "rope_theta": [0, "10000"],
-    "max_position_embeddings": [0],
-    "mlp_bias": [True],
-    "attention_bias": [True],
-    "qkv_bias": [True],
-    "bias": ["yes"],
-    "norm_before_residual": ["no"],
-    "norm_before_fc": [True],
-    "fc_norm": [True],
-    "norm_output": [False],
-    "logit_scale": [0.5],
-    "num_aux_hidden_states": [2],
-    "quantization_config": [{"quant_method": "gptq", "bits": 4}],
-    "block_size": [1, 500],
-    "markov_rank": [7],
-    "markov_head_type": ["other"],
-    "mask_token_id": [10_000, -1],
-    "ptd_token_id": [10_000],
-    "num_target_layers": [9],
-    "medusa_num_layers": [5],
-    "n_predict": [4],
-    "inner_dim": [41],
-    "emb_dim": [65],
-    "tie_weights": [True],
-    "layer_types": [["linear_attention"] * 2],
-}
-_IDS = (
-    "eagle_aux_hidden_state_layer_ids",
-    "aux_hidden_states_layer_ids",
-    "target_layer_ids",
-    "dspark_target_layer_ids",
-)
-_OTHER_IDS: list[Any] = [[99, 100, 101], [1], [-7, 1, 2], "1,2,3", [1.5, 2, 3], []]
-
-
 # Of a verifier's configuration what its MTP block reads; the rest is copied and changes nothing about the draft.
 _OF_A_BLOCK = ("hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
 
@@ -364,15 +316,15 @@ def _of_config(case: ForeignCheckpoint) -> Iterator[Mutation]:
     for path, value in _entries(case.config):
         if is_native(case) and path[-1] not in _OF_A_BLOCK:
             continue
-        others = _OTHER_IDS if path[-1] in _IDS else _OTHER_VALUES.get(path[-1], [])
+        others = OTHER_IDS if path[-1] in ID_KEYS else OTHER_VALUES.get(path[-1], [])
         for other in others:
             if other != value:
                 name = f"{'.'.join(path)} said to be {other!r}"
-                yield Mutation(name, said(path, other), words=(path[-1],) if path[-1] in _IDS else ())
+                yield Mutation(name, said(path, other), words=(path[-1],) if path[-1] in ID_KEYS else ())
     present = {path[-1] for path, _ in _entries(case.config)}
     for key in ("quantization_config", "mlp_bias", "attention_bias", "fc_norm", "norm_before_fc", "logit_scale"):
         if key not in present and not is_native(case):
-            yield Mutation(f"{key} said to be {_OTHER_VALUES[key][0]!r}", said((key,), _OTHER_VALUES[key][0]))
+            yield Mutation(f"{key} said to be {OTHER_VALUES[key][0]!r}", said((key,), OTHER_VALUES[key][0]))
     if "eagle_config" in case.config:
         for key, value in (
             ("use_aux_hidden_state", False),
