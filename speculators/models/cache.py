@@ -6,7 +6,6 @@ token is forgotten by moving a length: the next write lands on it and nothing is
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -132,11 +131,8 @@ class SlotCache:
 
     Storage is `[slots, kv heads, capacity, head size]` a layer, zero-initialised and grown by doubling up to what the
     longest request needs; head counts and sizes are taken from the first write of each layer. `running` has the states
-    of layers that have one instead. `goes_on_anywhere` says that a slot's first entries are all that what follows them
-    needs.
+    of layers that have one instead.
     """
-
-    goes_on_anywhere: ClassVar[bool] = True
 
     def __init__(self, num_layers: int, num_slots: int, *, dtype: torch.dtype, device: torch.device) -> None:
         self.num_slots = num_slots
@@ -175,6 +171,11 @@ class SlotCache:
         if keys is None or values is None or keys.shape[2] < write.end:
             raise EngineError(f"layer {layer} has no keys and values of {write.end} positions; write them first")
         return keys[write.rows, :, : write.end], values[write.rows, :, : write.end]
+
+    @property
+    def goes_on_anywhere(self) -> bool:
+        """Whether a slot's first entries are all that is needed to go on behind them."""
+        return True
 
     def keep(self, rows: slice, starts: Sequence[int], kept: Sequence[Sequence[int]]) -> None:
         """Move together what stays of entries from `starts` on: row b's at starts[b] + kept[b], which ascend from 0."""

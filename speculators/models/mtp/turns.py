@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -50,8 +49,6 @@ class Turn:
 class TurnCache(SlotCache):
     """Keys and values of each block, and each slot's last `again` tokens and states, the newest at the end."""
 
-    goes_on_anywhere: ClassVar[bool] = False
-
     def __init__(
         self, num_blocks: int, num_slots: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
@@ -59,6 +56,11 @@ class TurnCache(SlotCache):
         self.again = num_blocks - 1
         self._tokens = torch.zeros(num_slots, self.again, dtype=torch.int64, device=device)
         self._states = torch.zeros(num_slots, self.again, hidden_size, dtype=dtype, device=device)
+
+    @property
+    def goes_on_anywhere(self) -> bool:
+        """Whether no inputs are read again, which are kept for the end of each slot alone."""
+        return not self.again
 
     def turn(
         self, rows: slice, token_ids_BT: Tensor, states_BTH: Tensor, starts: Sequence[int], lengths: Sequence[int]
