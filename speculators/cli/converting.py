@@ -88,6 +88,7 @@ def convert(
     """
     from speculators.convert.options import ConversionVerifier
     from speculators.convert.run import carry_out, plan_conversion
+    from speculators.convert.writing import require_new
     from speculators.errors import UsageError
 
     if prompts is not None and not measure:
@@ -96,6 +97,7 @@ def convert(
     conversations = _conversations(prompts)
     known = ConversionVerifier(verifier, verifier_revision, token)
     _refuse_push(push, known.is_here)
+    require_new(out)
     plan = plan_conversion(source, known, family, options, weights, revision)
     with _progress(out, plan.num_bytes, json_path) as advance:
         conversion = carry_out(plan, out, known, advance)
@@ -123,7 +125,9 @@ def export(
 ) -> None:
     """Write a speculator in another project's layout; what the layout cannot say is refused."""
     from speculators.convert.export import planned_export, write_export
+    from speculators.convert.writing import require_new
 
+    require_new(out)
     plan = planned_export(speculator, layout, verifier, revision, token)
     with _progress(out, plan.num_bytes, json_path) as advance:
         write_export(plan, out, advance)

@@ -102,9 +102,15 @@ def test_what_is_asked_wrongly_is_2_and_what_cannot_be_converted_is_1(
         assert run("convert", source, "--verifier", tiny_verifier, "--out", out, *given) == code
         assert message in " ".join(capsys.readouterr().err.split())
         assert not out.exists()
-    out.mkdir()
-    assert run("convert", source, "--verifier", tiny_verifier, "--out", out) == 1
-    assert "is there already" in capsys.readouterr().err
+    out.symlink_to(tmp_path / "nowhere")
+    # Said before anything is read or fetched.
+    for command in (
+        ("convert", "owner/draft", "--verifier", "owner/verifier"),
+        ("export", "owner/ours", "--to", "sglang"),
+        ("stitch-mtp", "owner/ours", "owner/verifier"),
+    ):
+        assert run(*command, "--out", out) == 1
+        assert "ours is there already; give a new directory" in " ".join(capsys.readouterr().err.split())
 
 
 def test_files_beside_the_weights_are_accounted_for(
