@@ -99,14 +99,19 @@ def convert(
     _refuse_push(push, known.is_here)
     require_new(out)
     plan = plan_conversion(source, known, family, options, weights, revision)
+    if measure and not plan.is_speculator:
+        text = f"--check reads a speculator in several ways, and a {plan.family} model is read in one"
+        raise UsageError(f"{text}; leave it out, and see what LLM({str(out)!r}) counts")
     with _progress(out, plan.num_bytes, json_path) as advance:
         conversion = carry_out(plan, out, known, advance)
-    report = conversion.to_json()
+    report = conversion.to_json() | {"check": None}
     _print_conversion(source, conversion, json_path)
-    if measure:
-        found = _measured(conversion, conversations, json_path)
-        report["check"] = found.to_json()
-    write_report(report, json_path)
+    try:
+        if measure:
+            report["check"] = _measured(conversion, conversations, json_path).to_json()
+    finally:
+        # Also where it could not be measured: what was converted is there.
+        write_report(report, json_path)
     if push is not None:
         push_directory(out, push, token=token, json_path=json_path)
 

@@ -35,7 +35,7 @@ _UNREADABLE = (
     AssertionError, ArithmeticError, struct.error,
 )  # fmt: skip
 # What torch's restricted reader puts before its reason, and lines that are none.
-_REFUSAL, _ADVICE = "WeightsUnpickler error:", ("Weights only load failed", "Check the documentation")
+_REFUSAL, _ADVICE = "WeightsUnpickler error:", ("Weights only load failed", "Check the documentation", "(1)")
 # No weights, but what a producer says about them.
 _SAYS = ("hf_quant_config.json",)
 
