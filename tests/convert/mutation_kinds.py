@@ -264,7 +264,7 @@ def _of_config(case: ForeignCheckpoint) -> Iterator[Mutation]:
         for other in others:
             if other != value:
                 name = f"{'.'.join(path)} said to be {other!r}"
-                yield Mutation(name, said(path, other), words=(path[-1],) if path[-1] in _IDS else ())
+                yield Mutation(name, said(path, other), words=(path[-1], "layer ids") if path[-1] in _IDS else ())
     present = {path[-1] for path, _ in _entries(case.config)}
     for key in ("quantization_config", "mlp_bias", "attention_bias", "fc_norm", "norm_before_fc", "logit_scale"):
         if key not in present and not is_native(case):
@@ -283,7 +283,12 @@ def _of_config(case: ForeignCheckpoint) -> Iterator[Mutation]:
 
 def _entries(config: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     for key, value in config.items():
-        if isinstance(value, dict) and key in ("eagle_config", "dflash_config", "text_config"):
+        if isinstance(value, dict) and key in (
+            "eagle_config",
+            "dflash_config",
+            "text_config",
+            "transformer_layer_config",
+        ):
             yield from _entries(value, (*path, key))
         else:
             yield (*path, key), value

@@ -165,31 +165,20 @@ def test_vllm_gets_no_head_and_no_first_norm(tiny_verifier: Path, tmp_path: Path
     assert "attention_bias" not in config
 
 
-@pytest.mark.parametrize(
-    ("family", "choices", "layout", "name"),
-    [
-        ("eagle", {}, "safeailab-eagle", "embed_tokens.weight"),
-        ("eagle3", {**FOLLOWS, "draft_vocab_size": None}, "sglang", "lm_head.weight"),
-    ],
-)
-def test_what_is_left_to_the_verifier_is_written_where_the_layout_holds_it(
-    family: str, choices: dict[str, Any], layout: str, name: str, tiny_verifier: Path, tmp_path: Path
+def test_embeddings_that_are_left_to_the_verifier_are_written_where_the_layout_holds_them(
+    tiny_verifier: Path, tmp_path: Path
 ) -> None:
-    ours = make_ours(tiny_verifier, tmp_path / "ours", family, **choices)
+    ours, name = make_ours(tiny_verifier, tmp_path / "ours", "eagle", bias=True), "embed_tokens.weight"
     assert name not in weights(ours)
-    plan = planned_export(ours, layout)
-    assert dict(plan.derived) == {name: f"{tiny_verifier}'s"}
-    stored = load_file(tiny_verifier / "model.safetensors")
-    written = weights(export(ours, layout, tmp_path / "theirs"))
-    assert torch.equal(written.pop(name), stored["lm_head.weight" if name == "lm_head.weight" else f"model.{name}"])
-    assert sorted(written) == sorted(
-        name.replace("layers.0.", "midlayer.") if family == "eagle3" else name for name in weights(ours)
-    )
+    assert dict(planned_export(ours, "safeailab-eagle").derived) == {name: f"{tiny_verifier}'s"}
+    written = weights(export(ours, "safeailab-eagle", tmp_path / "theirs"))
+    assert torch.equal(written.pop(name), load_file(tiny_verifier / "model.safetensors")[f"model.{name}"])
+    assert_same(written, weights(ours))
     other = make_verifier(tmp_path / "other", hidden_size=32)
     with pytest.raises(FormatError, match=rf"{name} of {other} is \[384, 32\]; the draft's is \[384, 64\]"):
-        export(ours, layout, tmp_path / "no", verifier=str(other))
+        export(ours, "safeailab-eagle", tmp_path / "no", verifier=str(other))
     with pytest.raises(SpeculatorsError, match="it is not there"):
-        export(ours, layout, tmp_path / "no", verifier=str(tmp_path / "nowhere"))
+        export(ours, "safeailab-eagle", tmp_path / "no", verifier=str(tmp_path / "nowhere"))
     assert not (tmp_path / "no").exists()
 
 
