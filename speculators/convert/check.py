@@ -143,7 +143,7 @@ def check(
     """
     speculator = Speculator.from_pretrained(directory)
     verifier = verifier or Verifier.from_pretrained(speculator.config.verifier.name_or_path)
-    return check_speculator(speculator, verifier, prompts or built_in_prompts(), max_new_tokens)
+    return check_speculator(speculator, verifier, built_in_prompts() if prompts is None else prompts, max_new_tokens)
 
 
 def check_speculator(

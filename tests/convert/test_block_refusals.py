@@ -105,6 +105,11 @@ REFUSED: dict[str, tuple[Callable[[], ForeignCheckpoint], Change, str]] = {
     "too few layers": (layouts.zlab, settle(target_layer_ids=[1, 3]), r"has 2 layers; by its width fc.weight reads 3"),
     "odd width": (layouts.zlab, lambda case: case.tensors.update({"fc.weight": torch.ones(64, 100)}), "no multiple"),
     "two policies": (layouts.zlab, put(**MIXED), "some layers have a window"),
+    "more layers than tensors": (
+        layouts.modelopt_windows,
+        lambda case: case.config.update(num_hidden_layers=10**15),
+        "num_hidden_layers is 10{15}",
+    ),
     "window of no width": (layouts.zlab, settle(use_swa=True), "swa_window_size None"),
     "windows of no layer": (layouts.zlab, put(use_sliding_window=True), "layer_types does not say"),
     "missing tensor": (layouts.zlab, without("layers.1.mlp.up_proj.weight"), "layers.1.mlp.up_proj.weight is missing"),

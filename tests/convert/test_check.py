@@ -139,6 +139,11 @@ def test_the_prompts_of_the_package() -> None:
     assert [one[0]["content"] for one in built_in_prompts()] == [row["prompt"] for row in rows]
 
 
+def test_no_prompts_are_not_those_of_the_package(tiny_speculator: Path) -> None:
+    with pytest.raises(UsageError, match="there is nothing to check with"):
+        check(tiny_speculator, [])
+
+
 def test_a_directory_is_checked_with_its_verifier(tiny_speculator: Path) -> None:
     found = check(tiny_speculator, max_new_tokens=4)
     assert len(found.measured) == 5

@@ -117,6 +117,12 @@ REFUSED: dict[str, tuple[Callable[[], ForeignCheckpoint], Change, str]] = {
     "a promised norm": (layouts.specforge, put(norm_before_fc=True), "input_norm.weight is missing"),
     "a silent norm": (layouts.specforge_eagle31, put(fc_norm=False), "fc_norm.0.weight is there"),
     "head and size": (layouts.specforge, put(draft_vocab_size=97), "draft_vocab_size is 97"),
+    "architectures of another kind": (layouts.specforge, put(architectures=5), "architectures is 5; expected a list"),
+    "architectures in one word": (layouts.hass, put(architectures="LlamaForCausalLM"), "expected a list of names"),
+    "parallel heads that are no number": (
+        layouts.modelopt, switch(parallel_draft_heads_num_layers="two"), "has parallel draft heads"
+    ),
+    "a number beyond all": (layouts.specforge, put(rms_norm_eps=10**400), "integer 10000000000000000000... is larger"),
     "no head": (layouts.specforge, without("lm_head.weight"), "lm_head.weight is missing"),
     "no map": (layouts.modelopt, without("d2t"), "no-d2t"),
     "a map of another length": (layouts.modelopt, replace("d2t", lambda m: m[:-1]), "d2t has 95 entries"),
