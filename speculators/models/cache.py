@@ -6,7 +6,6 @@ token is forgotten by moving a length: the next write lands on it and nothing is
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -132,11 +131,8 @@ class SlotCache:
 
     Storage is `[slots, kv heads, capacity, head size]` a layer, zero-initialised and grown by doubling up to what the
     longest request needs; head counts and sizes are taken from the first write of each layer. `running` has the states
-    of layers that have one instead. `goes_on_anywhere` says that a slot's first entries are all that what follows them
-    needs.
+    of layers that have one instead.
     """
-
-    goes_on_anywhere: ClassVar[bool] = True
 
     def __init__(self, num_layers: int, num_slots: int, *, dtype: torch.dtype, device: torch.device) -> None:
         self.num_slots = num_slots
@@ -145,6 +141,11 @@ class SlotCache:
         self.keys: list[Tensor | None] = [None] * num_layers
         self.values: list[Tensor | None] = [None] * num_layers
         self.running = RunningStates(num_slots, device)
+
+    @property
+    def goes_on_anywhere(self) -> bool:
+        """Whether a slot's first entries, wherever they end, are all that what follows them needs."""
+        return True
 
     def write(self, layer: int, write: SlotWrite, k_BNTD: Tensor, v_BNTD: Tensor) -> tuple[Tensor, Tensor]:
         """Store a layer's new keys and values and return views of all that the rows may attend to, [B, N, end, D]."""
