@@ -142,6 +142,11 @@ class SlotCache:
         self.values: list[Tensor | None] = [None] * num_layers
         self.running = RunningStates(num_slots, device)
 
+    @property
+    def goes_on_anywhere(self) -> bool:
+        """Whether a slot's first entries, wherever they end, are all that what follows them needs."""
+        return True
+
     def write(self, layer: int, write: SlotWrite, k_BNTD: Tensor, v_BNTD: Tensor) -> tuple[Tensor, Tensor]:
         """Store a layer's new keys and values and return views of all that the rows may attend to, [B, N, end, D]."""
         keys = self.keys[layer] = self._with_room(self.keys[layer], k_BNTD, write.end)

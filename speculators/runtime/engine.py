@@ -318,7 +318,7 @@ class Engine:
                 stats.add_step(drafted, len(tokens) - 1, keep_steps=detailed)
         logprobs = None
         if request.logprobs is not None:
-            told_TV = as_its_grammar_leaves(logits_TV, request)
+            told_TV = as_its_grammar_leaves(logits_TV, request, tokens)
             logprobs = token_logprobs(told_TV, tokens, request.params.logprobs or 0, self.verifier.tokenizer)
         before = len(request.tokens)
         request.append(tokens, logprobs)

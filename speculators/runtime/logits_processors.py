@@ -198,18 +198,17 @@ def process(
     return processed_BTV
 
 
-def as_its_grammar_leaves(logits_TV: Tensor, request: Constrained) -> Tensor:
-    """Logits of a request's window of which its grammar alone has taken the forbidden ones; the given ones without one.
+def as_its_grammar_leaves(logits_TV: Tensor, request: Constrained, tokens: Sequence[int]) -> Tensor:
+    """Logits that `tokens`, which a request gains, were chosen from, but with its grammar's forbidden ones alone taken.
 
-    Log-probabilities are told of these, as vLLM tells them: it masks by the grammar before it reads them, and biases,
-    bans and penalties come after.
+    Position t is that of tokens[t]; without a grammar, the given ones. Log-probabilities are told of these, as vLLM
+    tells them: it masks by the grammar before it reads them, and biases, bans and penalties come after.
     """
     constraints = request.constraints
     if constraints is None or constraints.grammar is None:
         return logits_TV
     masked_1TV = logits_TV.to(torch.float32, copy=True)[None]
-    chain = [request.drafts[:t] for t in range(len(request.drafts) + 1)]
-    _mask_by_grammar(masked_1TV, [_Window(0, constraints, chain)])
+    _mask_by_grammar(masked_1TV, [_Window(0, constraints, [tokens[:t] for t in range(len(tokens))])])
     return masked_1TV[0]
 
 

@@ -285,13 +285,15 @@ def test_many_grammars_do_not_pile_up() -> None:
     assert len(compiler._compiled) == 64
 
 
-@pytest.mark.parametrize("drafting", [False, True])
-def test_logprobs_are_of_what_the_grammar_leaves(verifier: Verifier, drafting: bool) -> None:
+@pytest.mark.parametrize("drafting", ["nothing", "chains", "trees"])
+def test_logprobs_are_of_what_the_grammar_leaves(verifier: Verifier, drafting: str) -> None:
     """Forbidden tokens have no share; a bias, which comes later, changes nothing that is told."""
     wanted = StructuredOutputsParams(choice=["the quick fox", "seven wise owls", "the quiet oak"])
     params = SamplingParams(temperature=0, max_tokens=30, logprobs=2, logit_bias={90: 3.0}, structured_outputs=wanted)
     plain = answers(LLM.from_parts(verifier, limits=LIMITS), params)
-    outputs = answers(replaying(verifier, plain, 3), params) if drafting else plain
+    outputs = plain
+    if drafting != "nothing":
+        outputs = answers(replaying(verifier, plain, 3, trees=drafting == "trees"), params)
     compiler = GrammarCompiler(verifier.tokenizer, verifier.vocab_size, verifier.eos_token_ids)
     narrow = 0
     for output in outputs:

@@ -160,6 +160,8 @@ class Watched(DraftHeadProposer):
     [
         ("mimo", 3, 3, False),
         ("mimo", 2, 4, True),
+        ("mimo", 2, 8, False),
+        ("mimo", 3, 9, True),
         ("deepseek", 2, 2, False),
         ("qwen3_window", 2, 2, False),
         ("glm", 3, 3, True),

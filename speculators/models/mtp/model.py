@@ -137,12 +137,11 @@ class MtpModel(DraftModel):
         turn = cache.turn(context.rows, context.token_ids_BT, states_BTH, context.starts, context.lengths)
         cache.remember(context.rows, turn)
         # All blocks: those of tokens that are not asked for have to know these positions later.
-        outputs, ends = self._take_turn(turn, context, drafts, num_tokens, count), context.ends
+        outputs = self._take_turn(turn, context, drafts, num_tokens, count)
         while len(drafts.token_ids) < num_tokens:
             more = min(num_tokens - len(drafts.token_ids), count)
-            ids_BT, states_BTH = torch.stack(drafts.token_ids[-count:], 1), torch.stack(outputs, 1)
-            turn = cache.turn(context.rows, ids_BT, states_BTH, ends, [count] * len(ends))
-            outputs, ends = self._take_turn(turn, context, drafts, num_tokens, more), [end + count for end in ends]
+            turn = turn.then(torch.stack(drafts.token_ids[-count:], 1), torch.stack(outputs, 1))
+            outputs = self._take_turn(turn, context, drafts, num_tokens, more)
         return drafts.proposal(context)
 
     def _take_turn(

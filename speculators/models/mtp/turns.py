@@ -29,6 +29,45 @@ class Turn:
     starts: list[int]
     lengths: list[int]
 
+    @classmethod
+    def after(
+        cls,
+        ending: tuple[Tensor, Tensor],
+        token_ids_BT: Tensor,
+        states_BTH: Tensor,
+        starts: Sequence[int],
+        lengths: Sequence[int],
+    ) -> Turn:
+        """Positions behind others whose `ending` counts again: `lengths[b]` new ones from `starts[b]` on."""
+        again, device = ending[0].shape[1], token_ids_BT.device
+        before = [min(again, start) for start in starts]
+        tokens_BW, states_BWH = torch.cat((ending[0], token_ids_BT), 1), torch.cat((ending[1], states_BTH), 1)
+        if min(before) < again:
+            # Rows that have fewer positions before begin with the first of them.
+            skipped_B1 = torch.tensor([again - count for count in before], device=device)[:, None]
+            places_BW = (skipped_B1 + torch.arange(tokens_BW.shape[1], device=device)).clamp(max=tokens_BW.shape[1] - 1)
+            rows_B1 = torch.arange(len(before), device=device)[:, None]
+            tokens_BW, states_BWH = tokens_BW[rows_B1, places_BW], states_BWH[rows_B1, places_BW]
+        return cls(
+            tokens_BW,
+            states_BWH,
+            [start - count for start, count in zip(starts, before, strict=True)],
+            [length + count for length, count in zip(lengths, before, strict=True)],
+        )
+
+    def then(self, token_ids_BT: Tensor, states_BTH: Tensor) -> Turn:
+        """The next T positions of every row, of T blocks: the last T - 1 before them count again."""
+        ends = [start + length for start, length in zip(self.starts, self.lengths, strict=True)]
+        count = token_ids_BT.shape[1]
+        return Turn.after(self.ending(count - 1), token_ids_BT, states_BTH, ends, [count] * len(ends))
+
+    def ending(self, count: int) -> tuple[Tensor, Tensor]:
+        """Tokens and states of each row's last `count` positions; in front of fewer, something."""
+        first_B1 = torch.tensor(self.lengths, device=self.token_ids_BW.device)[:, None] - count
+        places_BR = (first_B1 + torch.arange(count, device=first_B1.device)).clamp(min=0)
+        rows_B1 = torch.arange(len(self.lengths), device=first_B1.device)[:, None]
+        return self.token_ids_BW[rows_B1, places_BR], self.states_BWH[rows_B1, places_BR]
+
     @property
     def last_B(self) -> Tensor:
         """Index of each row's last position; 0 where it has none."""
@@ -66,33 +105,11 @@ class TurnCache(SlotCache):
         self, rows: slice, token_ids_BT: Tensor, states_BTH: Tensor, starts: Sequence[int], lengths: Sequence[int]
     ) -> Turn:
         """The positions of a turn: `lengths[b]` new ones from `starts[b]` on, and those before it that count again."""
-        before = [min(self.again, start) for start in starts]
-        tokens_BW = torch.cat((self._tokens[rows], token_ids_BT), 1)
-        states_BWH = torch.cat((self._states[rows], states_BTH), 1)
-        if min(before) < self.again:
-            # Rows that have fewer positions before begin with the first of them.
-            skipped_B1 = torch.tensor([self.again - count for count in before], device=self.device)[:, None]
-            places_BW = (skipped_B1 + torch.arange(tokens_BW.shape[1], device=self.device)).clamp(
-                max=tokens_BW.shape[1] - 1
-            )
-            rows_B1 = torch.arange(len(before), device=self.device)[:, None]
-            tokens_BW, states_BWH = tokens_BW[rows_B1, places_BW], states_BWH[rows_B1, places_BW]
-        return Turn(
-            tokens_BW,
-            states_BWH,
-            [start - count for start, count in zip(starts, before, strict=True)],
-            [length + count for length, count in zip(lengths, before, strict=True)],
-        )
+        return Turn.after((self._tokens[rows], self._states[rows]), token_ids_BT, states_BTH, starts, lengths)
 
     def remember(self, rows: slice, turn: Turn) -> None:
         """Keep a turn's last positions for the next one."""
-        if not self.again:
-            return
-        first_B1 = torch.tensor(turn.lengths, device=self.device)[:, None] - self.again
-        places_BR = (first_B1 + torch.arange(self.again, device=self.device)).clamp(min=0)
-        rows_B1 = torch.arange(len(turn.lengths), device=self.device)[:, None]
-        self._tokens[rows] = turn.token_ids_BW[rows_B1, places_BR]
-        self._states[rows] = turn.states_BWH[rows_B1, places_BR]
+        self._tokens[rows], self._states[rows] = turn.ending(self.again)
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` entries of one slot over another, and its last inputs."""
