@@ -177,11 +177,6 @@ class SlotCache:
             raise EngineError(f"layer {layer} has no keys and values of {write.end} positions; write them first")
         return keys[write.rows, :, : write.end], values[write.rows, :, : write.end]
 
-    @property
-    def goes_on_anywhere(self) -> bool:
-        """Whether a slot's first entries are all that is needed to go on behind them."""
-        return True
-
     def keep(self, rows: slice, starts: Sequence[int], kept: Sequence[Sequence[int]]) -> None:
         """Move together what stays of entries from `starts` on: row b's at starts[b] + kept[b], which ascend from 0."""
         width = max(map(len, kept))

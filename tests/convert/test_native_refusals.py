@@ -11,8 +11,9 @@ from torch import Tensor
 from speculators.errors import SpeculatorsError
 from speculators.formats.verifier_weights import load_verifier_weights
 from tests.convert import layouts_native as layouts
+from tests.convert.converting import converted
 from tests.convert.foreign import Drawn, ForeignCheckpoint
-from tests.convert.test_from_native import Make, converted
+from tests.convert.test_from_native import Make
 
 Change = Callable[[ForeignCheckpoint], Any]
 HEAD, STEP = "0.0.linear.weight", "speculator.proj.1.weight"
