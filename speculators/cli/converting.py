@@ -199,7 +199,7 @@ def _refuse_push(repo: str | None, is_here: bool) -> None:
     """Refuse what could not be pushed, before anything is converted: no hub id, or a verifier that is a path."""
     if repo is None:
         return
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.utils._validators import validate_repo_id
 
     from speculators.errors import UsageError
     from speculators.formats.hub import explained

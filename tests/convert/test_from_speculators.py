@@ -170,8 +170,8 @@ def test_a_bias_that_no_family_has_is_refused(tiny_verifier: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("place", "keys", "message"),
     [
-        ((), {"fusion_bias": "yes"}, "bias is 'yes'"),
-        (("transformer_layer_config",), {"attention_bias": "no"}, "qkv_bias is 'no'"),
+        ((), {"fusion_bias": "yes"}, 'bias is "yes"'),
+        (("transformer_layer_config",), {"attention_bias": "no"}, 'qkv_bias is "no"'),
         (("transformer_layer_config",), {"rope_theta": 0}, "rope_theta.* 0"),
     ],
 )
