@@ -191,7 +191,7 @@ class TestTies:
 
     @pytest.mark.parametrize("flag", ["yes", 1, [None], {}])
     def test_a_flag_that_is_none_is_refused(self, tmp_path: Path, flag: Any) -> None:
-        with pytest.raises(VerifierError, match="tie_word_embeddings is .*; expected true or false"):
+        with pytest.raises(VerifierError, match=r"tie_word_embeddings is .*; expected true or false"):
             load_verifier_weights(write_verifier(tmp_path, plain(), tie_word_embeddings=flag))
 
 
