@@ -99,9 +99,8 @@ def convert(
     _refuse_push(push, known.is_here)
     require_new(out)
     plan = plan_conversion(source, known, family, options, weights, revision)
-    if measure and not plan.is_speculator:
-        text = f"--check reads a speculator in several ways, and a {plan.family} model is read in one"
-        raise UsageError(f"{text}; leave it out, and see what LLM({str(out)!r}) counts")
+    if not plan.is_speculator:
+        refuse_for_model(plan.family, out, measure, push)
     with _progress(out, plan.num_bytes, json_path) as advance:
         conversion = carry_out(plan, out, known, advance)
     report = conversion.to_json() | {"check": None}
@@ -185,11 +184,29 @@ def _conversations(prompts: Path | None) -> list[Any] | None:
     return [row.first_turn for row in read_conversations(prompts, None)]
 
 
-def _refuse_push(repo: str | None, is_here: bool) -> None:
-    """UsageError where the result could not be pushed because its verifier is a path, before anything is converted."""
-    if repo is not None and is_here:
-        from speculators.errors import UsageError
+def refuse_for_model(family: str, out: Path, measure: bool, push: str | None) -> None:
+    """UsageError for what is asked of a speculator and cannot be had of a model that is kept as it is."""
+    from speculators.errors import UsageError
 
+    if measure:
+        text = f"--check reads a speculator in several ways, and a {family} model is read in one"
+        raise UsageError(f"{text}; leave it out, and see what LLM({str(out)!r}) counts")
+    if push is not None:
+        raise UsageError(f"--push {push} uploads speculators, and a {family} model is none; leave it out")
+
+
+def _refuse_push(repo: str | None, is_here: bool) -> None:
+    """Refuse what could not be pushed, before anything is converted: no hub id, or a verifier that is a path."""
+    if repo is None:
+        return
+    from huggingface_hub.utils._validators import validate_repo_id
+
+    from speculators.errors import UsageError
+    from speculators.formats.hub import explained
+
+    with explained(repo, pushing="the result"):
+        validate_repo_id(repo)
+    if is_here:
         raise UsageError(f"--push {repo} needs a verifier that others can have; give --verifier as a hub id")
 
 

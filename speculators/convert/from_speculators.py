@@ -229,6 +229,11 @@ def _eagle_name(name: str) -> str:
     return name if old is None else _OLD_EAGLE[old] + name.removeprefix(old)
 
 
+def _flag(keys: Mapping[str, Any], key: str) -> Any:
+    """What a key says, false where it says nothing; the schema refuses all but true and false."""
+    return False if keys.get(key) is None else keys[key]
+
+
 def _eagle_keys(ledger: Ledger, raw: Mapping[str, Any]) -> dict[str, Any]:
     """Version 0.1's keys of an EAGLE draft as those of today: the layer's stand at the top level."""
     if raw.get("layernorms"):
@@ -256,8 +261,8 @@ def _eagle_keys(ledger: Ledger, raw: Mapping[str, Any]) -> dict[str, Any]:
         "architectures": ["EagleDraftModel"],
         "speculators_config": raw.get("speculators_config"),
         "dtype": raw.get("dtype") or raw.get("torch_dtype"),
-        "rope_parameters": {"rope_type": "default", "rope_theta": theta or DEFAULT_ROPE_THETA},
-        "bias": bool(raw.get("fusion_bias", False)),
-        "qkv_bias": bool(layer.get("attention_bias", False)),
+        "rope_parameters": {"rope_type": "default", "rope_theta": DEFAULT_ROPE_THETA if theta is None else theta},
+        "bias": _flag(raw, "fusion_bias"),
+        "qkv_bias": _flag(layer, "attention_bias"),
         **fields,
     }

@@ -59,6 +59,10 @@ def read_layer_ids(
             )
         return LayerIdReading(said, ids, "the user's choice")
     if not readings:
+        if not _inside(default, num_layers) or list(default) != sorted(set(default)):
+            text = f"no layer ids are written, and the default of such drafts, depths {list(default)}, does not fit a"
+            text = f"{text} verifier of {num_layers} layers; give aux_layer_ids"
+            raise error_of([fault("layer-ids", text)], "config.json")
         return LayerIdReading(tuple(default), tuple(default), "default")
     reading = readings[0]
     for other in readings[1:]:

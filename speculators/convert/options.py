@@ -56,7 +56,7 @@ class ConversionVerifier:
     """The verifier of a draft that is converted: its configuration at once, its weights only where they are needed.
 
     `name_or_path` is what the result says, an absolute path where it is one; the configuration comes from there, or
-    from the hub without weights.
+    from the hub without weights. UsageError for a revision of a directory, which has none.
     """
 
     name_or_path: str
@@ -66,6 +66,9 @@ class ConversionVerifier:
     def __post_init__(self) -> None:
         # A server that reads the result may start anywhere.
         if is_local(self.name_or_path):
+            if self.revision is not None:
+                text = f"verifier {self.name_or_path} is a directory, which has no revision {self.revision!r}"
+                raise UsageError(f"{text}; leave the revision out")
             object.__setattr__(self, "name_or_path", str(Path(self.name_or_path).expanduser().absolute()))
 
     @cached_property

@@ -180,8 +180,11 @@ def _head(
     source: str,
 ) -> torch.Tensor:
     """Return the output head; a tied one has no tensor of its own, or where it has, the config says that it is tied."""
-    flags = {part["tie_word_embeddings"] for part in (config, text_config(config)) if "tie_word_embeddings" in part}
-    tied = flags.pop() if len(flags) == 1 else None
+    flags = [part["tie_word_embeddings"] for part in (config, text_config(config)) if "tie_word_embeddings" in part]
+    wrong = next((flag for flag in flags if flag is not None and not isinstance(flag, bool)), None)
+    if wrong is not None:
+        raise VerifierError(f"verifier {source}: tie_word_embeddings is {wrong!r}; expected true or false")
+    tied = flags[0] if len(set(flags)) == 1 else None
     if not any(name in names for name in HEAD_NAMES):
         if tied is False:
             raise VerifierError(f"verifier {source}: no lm_head.weight although tie_word_embeddings is false")

@@ -8,10 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from speculators.cli.converting import convert
+from speculators.cli.converting import convert, refuse_for_model
 from speculators.convert.options import ConvertOptions
 from speculators.convert.sources import SOURCES
 from speculators.convert.targets import TARGETS
+from speculators.errors import UsageError
 from tests.cli.test_directories import run
 from tests.convert import layouts_eagle
 from tests.tiny_models import make_verifier
@@ -109,7 +110,8 @@ def test_a_model_that_is_no_speculator_is_not_checked(
     given = ("--verifier", tiny_verifier, "--out", tmp_path / "ours")
     assert run("convert", model, *given, "--check") == 2
     assert "a pard model is read in one; leave it out" in " ".join(capsys.readouterr().err.split())
-    assert not (tmp_path / "ours").exists()
+    with pytest.raises(UsageError, match="--push owner/draft uploads speculators, and a pard model is none"):
+        refuse_for_model("pard", tmp_path / "ours", measure=False, push="owner/draft")
     assert run("convert", model, *given) == 0
 
 
@@ -124,6 +126,8 @@ def test_what_is_asked_wrongly_is_2_and_what_cannot_be_converted_is_1(
         (("--block-size", "4"), 2, "block_size cannot be given for an EAGLE-3 draft"),
         (("--prompts", source / "config.json"), 2, "give both or neither"),
         (("--push", "owner/name"), 2, "give --verifier as a hub id"),
+        (("--push", "owner//name"), 1, "'owner//name' is not a hub id"),
+        (("--verifier-revision", "main"), 2, "is a directory, which has no revision 'main'; leave the revision out"),
         (("--weights", "other.safetensors"), 1, "has no file 'other.safetensors'"),
         (("--family", "medusa"), 1, ""),
     ):

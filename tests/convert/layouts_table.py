@@ -25,7 +25,7 @@ from tests.convert.mutation_kinds import is_native
 from tests.convert.mutations import CASES
 from tests.tiny_models import make_verifier
 
-# What is read without being a draft of one of the layouts' cases.
+# What is no one layout: models that are kept, and drafts of all families in this library's own.
 _BESIDES = {
     "pard": "PARD models, kept as they are beside a `speculative_config.json` that `LLM(DIR)` reads",
     "speculators": "directories of older versions of `speculators`",
@@ -91,8 +91,11 @@ def readme_table(rows: list[Row]) -> str:
     lines = ["| `--family` | read from | `--to` |", "|---|---|---|"]
     for source in SOURCES:
         mine = [row for row in rows if row.source == source]
+        if source in _BESIDES:
+            lines.append(f"| {source} | {_BESIDES[source]} | - |")
+            continue
         targets = [layout for layout in TARGETS if any(layout in row.identity for row in mine)]
-        read = ", ".join(row.layout for row in mine) or _BESIDES.get(source, "-")
+        read = ", ".join(row.layout for row in mine)
         lines.append(f"| {source} | {read} | {', '.join(f'`{name}`' for name in targets) or '-'} |")
     return "\n".join(lines)
 

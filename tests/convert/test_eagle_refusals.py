@@ -13,6 +13,7 @@ from speculators.errors import FormatError, UsageError
 from tests.convert import layouts_eagle as layouts
 from tests.convert.converting import converted
 from tests.convert.foreign import Drawn, ForeignCheckpoint
+from tests.tiny_models import make_verifier
 
 Change = Callable[[ForeignCheckpoint], None]
 
@@ -204,6 +205,13 @@ def test_what_the_file_leaves_open_is_named_and_can_be_said(tiny_verifier: Path,
     assert (said.config["norm_before_residual"], said.config["norm_output"]) == (True, True)
     assert said.config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 7
     assert not any("depths" in note or "norm_before_residual" in note for note in said.notes)
+
+
+def test_a_default_that_its_verifier_is_too_small_for_is_refused(tmp_path: Path) -> None:
+    verifier = make_verifier(tmp_path / "verifier", num_layers=4)
+    (tmp_path / "draft").mkdir()
+    with pytest.raises(FormatError, match=r"depths \[2, 2, 1\], does not fit a verifier of 4 layers"):
+        attempt(layouts.safeailab_eagle3(), tmp_path / "draft", verifier)
 
 
 def test_ids_are_read_as_their_place_or_the_user_means_them(tiny_verifier: Path, tmp_path: Path) -> None:

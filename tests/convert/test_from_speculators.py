@@ -167,6 +167,26 @@ def test_a_bias_that_no_family_has_is_refused(tiny_verifier: Path, tmp_path: Pat
         converted(case, tmp_path, tiny_verifier)
 
 
+@pytest.mark.parametrize(
+    ("place", "keys", "message"),
+    [
+        ((), {"fusion_bias": "yes"}, 'bias is "yes"'),
+        (("transformer_layer_config",), {"attention_bias": "no"}, 'qkv_bias is "no"'),
+        (("transformer_layer_config",), {"rope_theta": 0}, "rope_theta.* 0"),
+    ],
+)
+def test_values_of_version_0_1_are_not_bent_into_shape(
+    place: tuple[str, ...], keys: dict[str, Any], message: str, tiny_verifier: Path, tmp_path: Path
+) -> None:
+    case = layouts.old_eagle()
+    told = case.config
+    for key in place:
+        told = told[key]
+    told |= keys
+    with pytest.raises(SpeculatorsError, match=message):
+        converted(case, tmp_path, tiny_verifier)
+
+
 def test_windows_leave_open_who_sees_whom(tiny_verifier: Path, tmp_path: Path) -> None:
     case = layouts.old_dflash()
     case.config["transformer_layer_config"] |= {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4}

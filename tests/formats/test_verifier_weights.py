@@ -189,6 +189,11 @@ class TestTies:
         with pytest.raises(VerifierError, match=r"no lm_head\.weight"):
             load_verifier_weights(write_verifier(tmp_path, plain(head=None), tie_word_embeddings=False))
 
+    @pytest.mark.parametrize("flag", ["yes", 1, [None], {}])
+    def test_a_flag_that_is_none_is_refused(self, tmp_path: Path, flag: Any) -> None:
+        with pytest.raises(VerifierError, match=r"tie_word_embeddings is .*; expected true or false"):
+            load_verifier_weights(write_verifier(tmp_path, plain(), tie_word_embeddings=flag))
+
 
 @pytest.mark.parametrize(
     ("change", "config", "words"),
