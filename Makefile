@@ -11,7 +11,7 @@ TEST_WORKERS ?= 2
 # One thread in each test worker: two workers then fill two cores, and tiny tensors are fastest on one thread.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal
 
-.PHONY: help install quickstart check test test-full test-gsm8k test-vllm test-extract-vllm test-interop clean
+.PHONY: help install quickstart check test test-full test-gsm8k test-vllm test-round-trip test-extract-vllm test-interop clean
 .PHONY: table-rules table-kernels table-adaptive table-methods
 
 help: ## list the targets
@@ -66,6 +66,14 @@ test-vllm: .venv/ready .venv-vllm/complete ## speculators of ours, unmodified, i
 	$(BIN)/python tests/vllm/compare.py --vllm-python .venv-vllm/bin/python \
 	  --speculator out/quickstart/speculator --out out/vllm_check.json
 	OMP_NUM_THREADS=1 $(BIN)/python tests/vllm/matrix.py --vllm-python .venv-vllm/bin/python --out out/vllm_matrix.json
+
+# Other projects' layouts have none of the norms that the quickstart's draft has otherwise.
+out/plain/speculator/config.json: .venv/ready
+	$(BIN)/speculators quickstart --out out/plain draft.norm_before_residual=false draft.norm_before_fc=false \
+	  draft.norm_output=false
+
+test-round-trip: .venv/ready out/plain/speculator/config.json ## a trained EAGLE-3 in other projects' layouts and back
+	$(BIN)/python -m tests.convert.round_trip --speculator out/plain/speculator --out out/round_trip.json
 
 test-extract-vllm: .venv/ready .venv-vllm/complete ## hidden states from real vLLM on the CPU through our connector
 	$(BIN)/python tests/vllm/extract_parity.py --vllm-python .venv-vllm/bin/python --out out/extract_parity.json

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from speculators import Recipe, run
+from tests.convert.layouts_eagle import specforge
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
@@ -34,6 +35,7 @@ def test_the_wheel_holds_the_package_and_the_quickstarts_data(tmp_path: Path) ->
 @pytest.mark.parametrize("number", range(len(PYTHON_BLOCKS)))
 def test_examples_of_the_readme_work(
     number: int,
+    tiny_verifier: Path,
     tiny_speculator: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -41,12 +43,17 @@ def test_examples_of_the_readme_work(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     code = PYTHON_BLOCKS[number].replace("out/quickstart/speculator", str(tiny_speculator))
+    code = code.replace("owner/verifier", str(tiny_verifier))
+    specforge().write(tmp_path / "theirs")
     found: dict[str, object] = {"__name__": "example"}
     exec(compile(code, f"README block {number}", "exec"), found)
     if "llm" in found:
         assert '"mean_acceptance_length"' in capsys.readouterr().out.replace("'", '"')
     if "speculator" in found:
         assert (tmp_path / "somewhere" / "else" / "config.json").is_file()
+    if "conversion" in found:
+        exported = json.loads((tmp_path / "for-sglang" / "config.json").read_text(encoding="utf-8"))
+        assert exported["architectures"] == ["LlamaForCausalLMEagle3"]
     if "RECIPE" in found:
         recipe = found["RECIPE"]
         assert isinstance(recipe, Recipe)

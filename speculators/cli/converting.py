@@ -88,6 +88,7 @@ def convert(
     """
     from speculators.convert.options import ConversionVerifier
     from speculators.convert.run import carry_out, plan_conversion
+    from speculators.convert.writing import require_new
     from speculators.errors import UsageError
 
     if prompts is not None and not measure:
@@ -96,15 +97,21 @@ def convert(
     conversations = _conversations(prompts)
     known = ConversionVerifier(verifier, verifier_revision, token)
     _refuse_push(push, known.is_here)
+    require_new(out)
     plan = plan_conversion(source, known, family, options, weights, revision)
+    if measure and not plan.is_speculator:
+        text = f"--check reads a speculator in several ways, and a {plan.family} model is read in one"
+        raise UsageError(f"{text}; leave it out, and see what LLM({str(out)!r}) counts")
     with _progress(out, plan.num_bytes, json_path) as advance:
         conversion = carry_out(plan, out, known, advance)
-    report = conversion.to_json()
+    report = conversion.to_json() | {"check": None}
     _print_conversion(source, conversion, json_path)
-    if measure:
-        found = _measured(conversion, conversations, json_path)
-        report["check"] = found.to_json()
-    write_report(report, json_path)
+    try:
+        if measure:
+            report["check"] = _measured(conversion, conversations, json_path).to_json()
+    finally:
+        # Also where it could not be measured: what was converted is there.
+        write_report(report, json_path)
     if push is not None:
         push_directory(out, push, token=token, json_path=json_path)
 
@@ -123,7 +130,9 @@ def export(
 ) -> None:
     """Write a speculator in another project's layout; what the layout cannot say is refused."""
     from speculators.convert.export import planned_export, write_export
+    from speculators.convert.writing import require_new
 
+    require_new(out)
     plan = planned_export(speculator, layout, verifier, revision, token)
     with _progress(out, plan.num_bytes, json_path) as advance:
         write_export(plan, out, advance)
@@ -229,7 +238,7 @@ def _measured(conversion: "Conversion", conversations: list[Any] | None, json_pa
     from speculators.convert.check import check
 
     found = check(conversion.directory, conversations)
-    rows = [(one.reading.name, f"{one.acceptance_length:.3f}", one.stats.num_drafts) for one in found.measured]
+    rows = [(one.reading.name, f"{one.acceptance_length:.3f}", one.num_drafts) for one in found.measured]
     print_table("acceptance by reading", ("reading", "tokens a step", "steps"), rows, json_path)
     better = found.better
     if better is not None:

@@ -12,13 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 from pathlib import Path
+from statistics import stdev
 from typing import Any
 
 from speculators.errors import FormatError, UsageError
 from speculators.formats.config import DecoderDraftConfig, SpeculatorConfig
 from speculators.formats.verifier_weights import VerifierWeights
 from speculators.models.speculator import Speculator
-from speculators.runtime.evaluate import Conversation, EvaluateOptions, measure_acceptance
+from speculators.runtime.evaluate import Conversation, EvaluateOptions, measure_each
 from speculators.runtime.stats import SpecDecodeStats
 from speculators.runtime.verifier import Verifier
 
@@ -27,7 +28,7 @@ MAX_NEW_TOKENS = 32
 # Flags that change what a draft computes from the same tensors, and that most files do not carry.
 FLAGS = ("norm_before_residual", "norm_output", "sample_from_anchor", "sliding_window_non_causal")
 WRITTEN = "as written"
-# Standard errors of a difference that chance alone hardly makes.
+# Standard errors of a sum of differences that chance alone hardly makes.
 _BEYOND_NOISE = 2.0
 # Mean tokens of a verification below which a draft is of no use under any reading.
 _HARDLY_ANY = 1.05
@@ -44,25 +45,35 @@ class Reading:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a reading accepted."""
+    """What a reading accepted, prompt by prompt."""
 
     reading: Reading
-    stats: SpecDecodeStats
+    each: tuple[SpecDecodeStats, ...]
+
+    @property
+    def num_drafts(self) -> int:
+        """Verifications of drafts over all prompts."""
+        return sum(one.num_drafts for one in self.each)
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Drafted tokens that were kept over all prompts."""
+        return sum(one.num_accepted_tokens for one in self.each)
 
     @property
     def acceptance_length(self) -> float:
-        """Mean tokens of a verification."""
-        return self.stats.acceptance_length
+        """Mean tokens of a verification; 1 where nothing was drafted."""
+        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
 
-    @property
-    def error(self) -> float:
-        """Standard error of the acceptance length, verifications taken as independent."""
-        counts = self.stats.acceptance_histogram
-        if self.stats.num_drafts < 2:
-            return 0.0
-        mean = self.acceptance_length - 1
-        variance = sum(count * (accepted - mean) ** 2 for accepted, count in enumerate(counts))
-        return sqrt(variance / (self.stats.num_drafts - 1) / self.stats.num_drafts)
+    def surely_beats(self, other: Measured) -> bool:
+        """Whether it needed fewer verifications for the same answers than chance explains, prompt against prompt.
+
+        A single prompt says nothing about chance.
+        """
+        saved = [theirs.num_drafts - mine.num_drafts for mine, theirs in zip(self.each, other.each, strict=True)]
+        if len(saved) < 2:
+            return False
+        return sum(saved) > _BEYOND_NOISE * stdev(saved) * sqrt(len(saved))
 
 
 @dataclass(frozen=True)
@@ -84,9 +95,8 @@ class Check:
     @property
     def better(self) -> Measured | None:
         """The best reading where it beats the written one beyond noise."""
-        gain = self.best.acceptance_length - self.written.acceptance_length
-        noise = _BEYOND_NOISE * sqrt(self.best.error**2 + self.written.error**2)
-        return self.best if gain > noise else None
+        gains = self.best.acceptance_length > self.written.acceptance_length
+        return self.best if gains and self.best.surely_beats(self.written) else None
 
     @property
     def warning(self) -> str | None:
@@ -111,8 +121,8 @@ class Check:
             {
                 "reading": one.reading.name,
                 "acceptance_length": one.acceptance_length,
-                "num_drafts": one.stats.num_drafts,
-                "num_accepted_tokens": one.stats.num_accepted_tokens,
+                "num_drafts": one.num_drafts,
+                "num_accepted_tokens": one.num_accepted_tokens,
                 "options": dict(one.reading.options),
             }
             for one in self.measured
@@ -133,7 +143,7 @@ def check(
     """
     speculator = Speculator.from_pretrained(directory)
     verifier = verifier or Verifier.from_pretrained(speculator.config.verifier.name_or_path)
-    return check_speculator(speculator, verifier, prompts or built_in_prompts(), max_new_tokens)
+    return check_speculator(speculator, verifier, built_in_prompts() if prompts is None else prompts, max_new_tokens)
 
 
 def check_speculator(
@@ -157,7 +167,7 @@ def check_speculator(
     depth = min([speculator.num_speculative_tokens, *(item for item in most if item is not None)])
     options = EvaluateOptions(depth, max_new_tokens, max_num_seqs=min(len(prompts), 8))
     asked = [_asked(verifier, prompt) for prompt in prompts]
-    return Check(tuple(Measured(reading, measure_acceptance(verifier, one, asked, options)) for reading, one in read))
+    return Check(tuple(Measured(reading, tuple(measure_each(verifier, one, asked, options))) for reading, one in read))
 
 
 def readings(config: SpeculatorConfig) -> Iterator[Reading]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from speculators.convert.plan import CheckpointPlan
 from speculators.convert.source import SourceCheckpoint
 from speculators.convert.targets import TARGETS, target_layout
-from speculators.convert.writing import new_directory, write_plan
+from speculators.convert.writing import new_directory, require_new, write_plan
 from speculators.errors import UsageError
 from speculators.formats.checkpoint import account_for, read_headers
 from speculators.formats.config import SpeculatorConfig
@@ -34,6 +34,7 @@ def export(
     word otherwise. `revision` and `token` are for a repository. `progress` is told bytes as they are written.
     FormatError where the speculator has a fault, or the layout cannot say what it is, and then there is no `out`.
     """
+    require_new(Path(out))
     return write_export(planned_export(directory, layout, verifier, revision, token), out, progress)
 
 

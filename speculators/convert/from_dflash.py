@@ -134,7 +134,7 @@ class BlockReader:
             text = "no rope_theta is written, and engines differ about the default of such a draft; write it"
             raise error_of([fault("missing-key", text)], "config.json")
         shapes = dict(self._unfused_shapes())
-        config = with_windows(self.config, self.settings)
+        config = with_windows(self.config, self.settings, len(shapes))
         return decoder_layer(
             config, shapes, first_layer="layers.0", verifier=self.verifier.shape, note=self.ledger.note
         )

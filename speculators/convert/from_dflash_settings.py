@@ -155,10 +155,11 @@ def note_unread_keys(config: Mapping[str, Any], verifier: Mapping[str, Any], not
         note(f"keys of config.json that nothing here reads: {', '.join(unread)}")
 
 
-def with_windows(config: Mapping[str, Any], settings: BlockSettings) -> dict[str, Any]:
+def with_windows(config: Mapping[str, Any], settings: BlockSettings, num_tensors: int) -> dict[str, Any]:
     """The configuration with `layer_types` and `sliding_window` as `use_swa` and `swa_window_size` have them.
 
-    With `use_swa` every layer has a window. FormatError where it is not said which layers have one, or how wide it is.
+    With `use_swa` every layer has a window; there are fewer of them than tensors. FormatError where it is not said
+    which layers have one, or how wide it is.
     """
     types, layers = config.get("layer_types"), config.get("num_hidden_layers")
     window = settings.count("swa_window_size", least=1) or config.get("sliding_window")
@@ -166,7 +167,7 @@ def with_windows(config: Mapping[str, Any], settings: BlockSettings) -> dict[str
         if window is None or type(layers) is not int:
             text = f"use_swa is true, swa_window_size {window!r} and num_hidden_layers {layers!r}; expected two numbers"
             raise error_of([fault("missing-key", text)], "config.json")
-        types = ["sliding_attention"] * layers
+        types = ["sliding_attention"] * min(layers, num_tensors)
     if types is None and config.get("use_sliding_window"):
         text = "use_sliding_window is true, but layer_types does not say for which layers; write it"
         raise error_of([fault("missing-key", text)], "config.json")

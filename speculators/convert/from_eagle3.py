@@ -63,8 +63,8 @@ def plan(source: SourceCheckpoint, verifier: ConversionVerifier, options: Conver
 def opened(source: SourceCheckpoint) -> Ledger:
     """A ledger of the tensors under their own names, with quantised ones decoded; refuses what no name can say."""
     ledger = Ledger(source.without_prefixes(*WRAPPERS))
-    heads = next((name for name in ledger.left if name.startswith("parallel_draft_heads.")), None)
-    if heads is not None or (lookup(source.config, "eagle_config.parallel_draft_heads_num_layers") or 0) > 0:
+    heads = any(name.startswith("parallel_draft_heads.") for name in ledger.left)
+    if heads or lookup(source.config, "eagle_config.parallel_draft_heads_num_layers") not in (None, 0):
         raise FormatError(f"{source.directory} has parallel draft heads, which no family here has; it is not converted")
     if any(file.name.startswith("adapter_model.") for file in source.side_files):
         ledger.note("an adapter of the verifier lies beside the draft, which was trained with it: serve both")

@@ -31,6 +31,8 @@ from speculators.models.medusa.config import MedusaConfig
 _PREFIX = r"(?:module\.)?(?:parallel_draft_heads\.)?(?:(?:medusa_heads?|heads)\.)?"
 _NUMBERED = re.compile(_PREFIX + r"(\d+)\.(?:medusa_layers\.)?(\d+)\.(linear\.)?(weight|bias)")
 _LAYER = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
+# Layers that one copy of weights may stand for; no head has nearly as many.
+_MOST_REPEATED = 64
 _OUTPUT = re.compile(r"lm_heads\.(\d+)\.weight")
 _SHARED, _MAP = "lm_head.weight", "token_map"
 # Where a whole model keeps its own layers.
@@ -144,7 +146,7 @@ def _with_repeated_layers(ledger: Ledger, heads: _Heads) -> _Heads:
     said = _count(ledger.source.config, "medusa_num_layers", "num_hidden_layers")
     if places in (set(), {heads.num_layers}):
         return heads
-    if heads.num_layers != 1 or said is None or places != {said}:
+    if heads.num_layers != 1 or said is None or places != {said} or said > _MOST_REPEATED:
         text = f"output matrices have the numbers {sorted(places)} and each head {heads.num_layers} layers"
         hint = "expected one number, that of the layers before it"
         raise error_of([fault("missing-tensor", f"{text}; {hint}")], ledger.source.directory)

@@ -14,6 +14,7 @@ from speculators.convert.options import ConversionVerifier, ConvertOptions
 from speculators.convert.plan import CheckpointPlan, Ledger
 from speculators.convert.source import SourceCheckpoint
 from speculators.errors import FormatError
+from speculators.formats.config import MAX_SPECULATIVE_TOKENS
 from speculators.formats.faults import error_of, fault
 from speculators.models.choices import completed
 from speculators.models.family import VerifierShape
@@ -61,6 +62,9 @@ def _fields(ledger: Ledger, verifier: VerifierShape) -> dict[str, Any]:
             config[key] = default
             ledger.note(f"no {key} is written; taken as {default!r}, as its producer's code does")
     steps = _count(config, "n_predict")
+    if steps > MAX_SPECULATIVE_TOKENS:
+        text = f"n_predict is {steps}; expected at most {MAX_SPECULATIVE_TOKENS}"
+        raise error_of([fault("bad-value", text)], "config.json")
     if config.get("top_k_tokens_per_head") is None:
         config["top_k_tokens_per_head"] = [max(_WIDEST - step, 1) for step in range(steps)]
         ledger.note(f"no top_k_tokens_per_head is written; taken as {config['top_k_tokens_per_head']}")

@@ -98,9 +98,11 @@ def _require_all_layers(ledger: Ledger, layout: NativeLayout, verifier: Verifier
     """Refuse a number of layers that is not the checkpoint's: it says where the block stands and what it is like."""
     others = [name for name in ledger.left if not name.startswith(layout.prefix)]
     found = {int(match[1]) for name in others if (match := _LAYER.match(name))}
-    wrong = sorted(found ^ set(range(verifier.num_hidden_layers)))
-    if found and wrong:
-        text = f"num_hidden_layers is {verifier.num_hidden_layers}; layer {wrong[0]} is {_there(wrong[0] in found)}"
+    count = verifier.num_hidden_layers
+    missing = next((index for index in range(count) if index not in found), None)
+    wrong = min([index for index in found if index >= count], default=None) if missing is None else missing
+    if found and wrong is not None:
+        text = f"num_hidden_layers is {count}; layer {wrong} is {_there(wrong in found)}"
         raise error_of([fault("contradiction", text)], ledger.source.directory)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from speculators.convert.detect import WRAPPERS
@@ -21,6 +22,7 @@ from speculators.formats.checkpoint import DTYPE_NAMES
 from speculators.formats.config import VerifierConfig
 from speculators.formats.draft_model_file import DRAFT_MODEL_FILE, DraftModelFile
 from speculators.formats.faults import Fault, error_of, fault
+from speculators.formats.hub import one_line
 from speculators.runtime.description import ModelDescription
 from speculators.runtime.proposers.draft_model import draft_vocabulary
 
@@ -33,6 +35,11 @@ _COPIED = (
     *("merges.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json"),
     "generation_config.json",
 )
+# What transformers raises over values that no model has, in the configuration or on the way to its layers.
+_NO_MODEL = (
+    ValueError, TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError, ImportError, AssertionError,
+    StrictDataclassError,
+)  # fmt: skip
 _SECOND_PROJECTION = "target_proj.weight"
 
 
@@ -103,12 +110,16 @@ def _empty_model(source: SourceCheckpoint) -> PreTrainedModel:
     kind = str(source.config.get("model_type"))
     if kind not in CONFIG_MAPPING:
         raise FormatError(f"config.json: model_type is {kind!r}, which transformers has no model of; it cannot be run")
+    layers, stored = source.config.get("num_hidden_layers"), len(source.tensors)
+    if type(layers) is int and layers > stored:
+        text = f"num_hidden_layers is {layers}; the weights have {stored} tensors"
+        raise error_of([fault("contradiction", text)], "config.json")
     try:
         config = CONFIG_MAPPING[kind].from_dict(dict(source.config))
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise FormatError(f"config.json describes no model that can be built: {error}") from error
+    except _NO_MODEL as error:
+        raise FormatError(f"config.json describes no model that can be built: {one_line(error)}") from error
     return model
 
 

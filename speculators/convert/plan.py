@@ -98,6 +98,11 @@ class CheckpointPlan:
     shards: Mapping[str, str] = field(default_factory=dict)
 
     @property
+    def is_speculator(self) -> bool:
+        """Whether it is a speculator, and not another checkpoint that is kept as its author wrote it."""
+        return "speculators_model_type" in self.config
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the tensors that will be written."""
         return sum(prod(tensor.shape) * ITEM_SIZE[tensor.dtype] for tensor in self.tensors.values())

@@ -14,7 +14,7 @@ from speculators.convert.options import ConversionVerifier, ConvertOptions
 from speculators.convert.plan import CheckpointPlan
 from speculators.convert.source import SourceCheckpoint
 from speculators.convert.sources import SOURCES, source_layout
-from speculators.convert.writing import new_directory, write_plan
+from speculators.convert.writing import new_directory, require_new, write_plan
 from speculators.errors import UsageError
 from speculators.formats.faults import Fault
 from speculators.formats.hub import resolve
@@ -62,6 +62,7 @@ def convert(
     source's, where that is a repository. `progress` is told bytes as they are written. Every tensor of the source is
     used or listed as dropped; FormatError says what cannot be converted, and then there is no `out`.
     """
+    require_new(Path(out))
     plan = plan_conversion(source, verifier, family, options, weights, revision)
     return carry_out(plan, out, verifier, progress)
 

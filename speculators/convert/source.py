@@ -6,9 +6,10 @@ many gigabytes passes through in pieces. Pickled files are read by torch's restr
 
 from __future__ import annotations
 
-import json
 import os
 import re
+import struct
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -21,12 +22,20 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from speculators.errors import FormatError
-from speculators.formats.checkpoint import INDEX, WEIGHTS, read_config, read_header, weight_files
+from speculators.formats.checkpoint import INDEX, WEIGHTS, indexed_files, read_config, read_header, weight_files
+from speculators.formats.faults import error_of, fault
 
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _PICKLES = (".bin", ".pt", ".pth")
 # What trainers leave beside weights.
 TRAINING_STATE = re.compile(r"(training_args|optimizer|scheduler|rng_state|scaler)\w*\.(bin|pt|pth|safetensors)")
+# What torch's reader raises over files that are damaged, or made to be; it checks little of what it reads.
+_UNREADABLE = (
+    UnpicklingError, RuntimeError, EOFError, OSError, ValueError, LookupError, TypeError, AttributeError,
+    AssertionError, ArithmeticError, struct.error,
+)  # fmt: skip
+# What torch's restricted reader puts before its reason, and lines that are none.
+_REFUSAL, _ADVICE = "WeightsUnpickler error:", ("Weights only load failed", "Check the documentation", "(1)")
 # No weights, but what a producer says about them.
 _SAYS = ("hf_quant_config.json",)
 
@@ -71,13 +80,18 @@ class SourceCheckpoint:
         """
         folder = Path(directory)
         config = read_config(folder)
+        _require_names(config, "architectures")
         files = _chosen(folder, weights)
         tensors: dict[str, SourceTensor] = {}
-        for file in files:
-            for tensor in tensors_of(file):
-                if tensor.name in tensors:
-                    raise FormatError(f"{folder}: tensor {tensor.name} is in two files; remove the stale one")
-                tensors[tensor.name] = tensor
+        for file, promised in files.items():
+            found = {tensor.name: tensor for tensor in tensors_of(file)}
+            _require_promised(file, promised, found)
+            twice = next((name for name in found if name in tensors), None)
+            if twice is not None:
+                raise FormatError(f"{folder}: tensor {twice} is in two files; remove the stale one")
+            tensors |= found
+        if not tensors:
+            raise FormatError(f"{folder}: no tensor is in {', '.join(file.name for file in files)}; fetch it again")
         aside = [file for file in _weight_like(folder) if file not in files]
         aside += [folder / name for name in _SAYS if (folder / name).is_file()]
         return cls(folder, config, tensors, tuple(aside), weights)
@@ -104,6 +118,12 @@ class SourceCheckpoint:
         return self.tensors[name].shape if name in self.tensors else None
 
 
+def _require_names(config: Mapping[str, Any], key: str) -> None:
+    said = config.get(key)
+    if said is not None and not (isinstance(said, list) and all(isinstance(name, str) for name in said)):
+        raise FormatError(f"config.json: {key} is {said!r}; expected a list of names")
+
+
 def _stripped(name: str, prefixes: Iterable[str]) -> str:
     found = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
     return name if found is None else _stripped(name.removeprefix(found), prefixes)
@@ -114,40 +134,45 @@ def _weight_like(folder: Path) -> list[Path]:
     return sorted(found)
 
 
-def _chosen(folder: Path, weights: str | None) -> list[Path]:
+def _chosen(folder: Path, weights: str | None) -> Mapping[Path, frozenset[str] | None]:
+    """The files of weights, each with the tensors that an index gives it (None: no index)."""
     if weights is not None:
         file = folder / weights
         if not file.is_file():
             there = ", ".join(path.name for path in _weight_like(folder)) or "none"
             raise FormatError(f"{folder} has no file {weights!r}; its weight files are {there}")
-        return [file]
+        return {file: None}
     if (folder / INDEX).is_file() or (folder / WEIGHTS).is_file():
-        return list(weight_files(folder))
+        return weight_files(folder)
     if (folder / PICKLED_INDEX).is_file():
-        return _indexed_pickles(folder)
+        return indexed_files(folder / PICKLED_INDEX, PICKLED)
     if (folder / PICKLED).is_file():
-        return [folder / PICKLED]
+        return {folder / PICKLED: None}
     found = [file for file in _weight_like(folder) if not TRAINING_STATE.fullmatch(file.name)]
     if len(found) != 1:
         names = ", ".join(path.name for path in found) or "none"
         raise FormatError(f"{folder}: weight files are {names}; expected {WEIGHTS} or {PICKLED}, or name one file")
-    return found
+    return {found[0]: None}
 
 
-def _indexed_pickles(folder: Path) -> list[Path]:
-    try:
-        names = json.loads((folder / PICKLED_INDEX).read_text("utf-8"))["weight_map"].values()
-        files = sorted({folder / name for name in names})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise FormatError(f"{folder}: {PICKLED_INDEX} is unreadable ({error}); fetch it again") from error
-    for file in files:
-        if file.parent != folder or not file.is_file():
-            raise FormatError(f"{folder}: {file.name}, named by {PICKLED_INDEX}, is missing; fetch it again")
-    return files
+def _require_promised(file: Path, promised: Iterable[str] | None, found: Iterable[str]) -> None:
+    absent = sorted(set(promised or ()) - set(found))
+    if absent:
+        text = f"the index puts {', '.join(absent[:5])} into {file.name}, which has none of the name; fetch both again"
+        raise error_of([fault("broken-index", text)], file.parent)
 
 
 def tensors_of(file: Path) -> list[SourceTensor]:
     """What a file of weights says about its tensors; FormatError where it is damaged, or no plain tensors."""
+    found = _tensors_of(file)
+    for tensor in found:
+        # Names are shown to people; on a terminal others could pass for anything.
+        if not tensor.name.isprintable() or not tensor.name.strip():
+            raise FormatError(f"{file}: a tensor is called {tensor.name!r}; expected a name that can be printed")
+    return found
+
+
+def _tensors_of(file: Path) -> list[SourceTensor]:
     if file.suffix == ".safetensors":
         headers = read_header(file)
         return [
@@ -191,21 +216,30 @@ def load_pickle(file: Path) -> object:
     """What torch's restricted reader makes of a file; FormatError where it holds anything but plain data."""
     try:
         return _unpickled(file)
-    except (UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+    except _UNREADABLE as error:
         raise FormatError(
-            f"{file}: cannot be read as plain tensors ({str(error).splitlines()[0]}); whoever made it can save it as "
-            "safetensors"
+            f"{file}: cannot be read as plain tensors ({_why(error)}); whoever made it can save it as safetensors"
         ) from error
 
 
+def _why(error: Exception) -> str:
+    """What is wrong, of a text in which torch also tells how to run the code that is in a file."""
+    lines = [line.rpartition(_REFUSAL)[2].strip() for line in str(error).splitlines()]
+    told = next((line for line in lines if line and not line.startswith(_ADVICE)), type(error).__name__)
+    return told.partition(". ")[0].removesuffix(".")
+
+
 def _unpickled(file: Path) -> object:
-    try:
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except RuntimeError as error:
-        # Files from before torch 1.6 are no archives, which alone can be mapped.
-        if "mmap can only be used" not in str(error):
-            raise
-    return torch.load(file, map_location="cpu", weights_only=True)
+    with warnings.catch_warnings():
+        # What the restricted reader makes of another protocol is complete, or an error.
+        warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)
+        try:
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError as error:
+            # Files from before torch 1.6 are no archives, which alone can be mapped.
+            if "mmap can only be used" not in str(error):
+                raise
+        return torch.load(file, map_location="cpu", weights_only=True)
 
 
 # One file at a time: old ones cannot be mapped and are held whole.
@@ -219,6 +253,9 @@ def _one_of(file: Path, name: str) -> Tensor:
 
 
 def _dtype_name(tensor: Tensor, name: str, file: Path) -> str:
+    if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.is_neg() or tensor.is_conj():
+        kind = f"{tensor.layout}, on {tensor.device}".removeprefix("torch.")
+        raise FormatError(f"{file}: {name} is no plain tensor ({kind}); whoever made it can save it as safetensors")
     if tensor.dtype not in DTYPE_OF_TORCH:
         raise FormatError(f"{file}: {name} is {tensor.dtype}; expected one of {', '.join(DTYPE_OF_TORCH.values())}")
     return DTYPE_OF_TORCH[tensor.dtype]

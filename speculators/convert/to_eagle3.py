@@ -45,7 +45,8 @@ def _midlayer(name: str) -> str:
 def _refused(config: Eagle3Config, layout: str) -> dict[str, bool]:
     layer, ids = config.transformer_layer_config, config.aux_layer_ids
     refused = {
-        "its layer adds the state as it was before the norm (norm_before_residual)": config.norm_before_residual,
+        "its layer adds the state as it was before the norm, and no key of it says otherwise (norm_before_residual); "
+        "train with norm_before_residual=false": config.norm_before_residual,
         "it has no norm over all features (norm_before_fc)": config.norm_before_fc,
         "its attention does not normalise queries and keys (qwen3 layers)": layer.model_type != "llama",
         "its layers have no sliding windows": "sliding_attention" in layer.layer_types,

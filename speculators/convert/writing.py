@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
@@ -18,10 +17,16 @@ from speculators.convert.plan import CheckpointPlan, PlannedTensor
 from speculators.convert.source import DTYPE_OF_TORCH
 from speculators.errors import FormatError, SpeculatorsError
 from speculators.formats.checkpoint import CONFIG, ITEM_SIZE, WEIGHTS
-from speculators.formats.files import flush, flush_folder, write_text
+from speculators.formats.files import flush, flush_folder, staging_folder, write_text
 
 # The header's length is padded to it, so that tensors are aligned.
 _ALIGNMENT = 8
+
+
+def require_new(target: Path) -> None:
+    """Raise FormatError where something of the name is there already, which is never written over."""
+    if os.path.lexists(target):
+        raise FormatError(f"{target} is there already; give a new directory")
 
 
 @contextmanager
@@ -30,23 +35,16 @@ def new_directory(target: Path) -> Iterator[Path]:
 
     FormatError where `target` is there already, SpeculatorsError where the disk refuses.
     """
-    if target.exists():
-        raise FormatError(f"{target} is there already; give a new directory")
-    staging: Path | None = None
+    require_new(target)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
-        staging.chmod(0o755)
-        yield staging
-        flush_folder(staging)
-        staging.rename(target)
-        flush_folder(target.parent)
+        with staging_folder(target) as staging:
+            yield staging
+            flush_folder(staging)
+            staging.rename(target)
+            flush_folder(target.parent)
     except OSError as error:
         text = f"{target}: the checkpoint could not be written: {error}; free space or choose another place"
         raise SpeculatorsError(text) from error
-    finally:
-        if staging is not None:
-            shutil.rmtree(staging, ignore_errors=True)
 
 
 def write_plan(plan: CheckpointPlan, folder: Path, progress: Callable[[int], None] = lambda _: None) -> None:

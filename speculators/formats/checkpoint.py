@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
-from math import prod
+from math import isinf, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from speculators.errors import SpeculatorsError
 from speculators.formats.config import TensorSpec
 from speculators.formats.faults import Fault, error_of, fault
-from speculators.formats.files import flush, flush_folder
+from speculators.formats.files import flush, flush_folder, staging_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,7 +76,13 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 def _json_object(text: bytes) -> dict[str, Any]:
     try:
-        value = json.loads(text.decode("utf-8"), object_pairs_hook=_unique_keys, parse_constant=_no_constant)
+        value = json.loads(
+            text.decode("utf-8"),
+            object_pairs_hook=_unique_keys,
+            parse_constant=_no_constant,
+            parse_float=_finite,
+            parse_int=_whole,
+        )
     except RecursionError:
         raise ValueError("nested too deeply") from None
     except UnicodeDecodeError as error:
@@ -116,6 +120,18 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
 
 
+def _finite(digits: str, kind: str = "number") -> float:
+    value = float(digits)
+    if isinf(value):
+        raise ValueError(f"{kind} {digits[:20]}{'...' * (len(digits) > 20)} is larger than any that is computed with")
+    return value
+
+
+def _whole(digits: str) -> int:
+    _finite(digits, "integer")
+    return int(digits)
+
+
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the part of a verifier's config that describes its language model, the whole where there is none."""
     nested = (config.get(key) for key in LANGUAGE_PARTS)
@@ -137,26 +153,32 @@ def weight_files(directory: str | os.PathLike[str], *, partial: bool = False) ->
             hint = f"; convert {other} to safetensors" if other else ""
             raise error_of([fault("no-weights", f"neither {WEIGHTS} nor {INDEX} is there{hint}")], directory)
         return {single: None}
+    return dict(indexed_files(index, WEIGHTS, partial=partial))
+
+
+def indexed_files(index: Path, single: str, *, partial: bool = False) -> dict[Path, frozenset[str]]:
+    """Return the files that an index names, each with the tensors that it is said to have.
+
+    `single` is the file that the index takes the place of. The rest and errors as of `weight_files`.
+    """
+    folder = index.parent
     try:
         weight_map = read_json_object(index).get("weight_map")
     except (ValueError, OSError) as error:
-        raise error_of([fault("broken-index", f"{INDEX}: {error}")], directory) from None
-    return _indexed_files(folder, weight_map, partial)
-
-
-def _indexed_files(folder: Path, weight_map: object, partial: bool) -> dict[Path, frozenset[str] | None]:
+        raise error_of([fault("broken-index", f"{index.name}: {error}")], folder) from None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise error_of([fault("broken-index", f"{INDEX} has no weight_map of tensor names to file names")], folder)
+        raise error_of([fault("broken-index", f"{index.name} has no weight_map of tensor names to file names")], folder)
     names: dict[str, set[str]] = {}
     for tensor, file in weight_map.items():
         if not isinstance(file, str) or not file or Path(file).name != file:
-            text = f"{INDEX} puts {tensor} into {file!r}; expected a file name in this directory"
+            text = f"{index.name} puts {tensor} into {file!r}; expected a file name in this directory"
             raise error_of([fault("broken-index", text)], folder)
         names.setdefault(file, set()).add(tensor)
     missing = [file for file in sorted(names) if not partial and not (folder / file).is_file()]
-    problems = [fault("broken-index", f"{file}, named by {INDEX}, is missing; fetch it again") for file in missing]
-    if (folder / WEIGHTS).is_file() and WEIGHTS not in names:
-        problems.append(fault("broken-index", f"both {WEIGHTS} and {INDEX} are there; remove the one that is stale"))
+    problems = [fault("broken-index", f"{file}, named by {index.name}, is missing; fetch it again") for file in missing]
+    if (folder / single).is_file() and single not in names:
+        text = f"both {single} and {index.name} are there; remove the one that is stale"
+        problems.append(fault("broken-index", text))
     if problems:
         raise error_of(problems, folder)
     return {folder / file: frozenset(tensors) for file, tensors in sorted(names.items())}
@@ -339,23 +361,17 @@ def save_checkpoint(
     if config.get("model_type") is not None:
         raise error_of([fault("model-type", "a top-level model_type is never written; remove it")], directory)
     text = json.dumps(config, indent=2, sort_keys=True, allow_nan=False) + "\n"
-    staging: Path | None = None
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
-        staging.chmod(0o755)
-        _write_files(staging, text, tensors)
-        if expected is not None:
-            faults = list(account_for(read_headers(staging), expected))
-            if faults:
-                raise error_of(faults, directory)
-        _move_into_place(staging, target, text)
+        with staging_folder(target) as staging:
+            _write_files(staging, text, tensors)
+            if expected is not None:
+                faults = list(account_for(read_headers(staging), expected))
+                if faults:
+                    raise error_of(faults, directory)
+            _move_into_place(staging, target, text)
     except (OSError, SafetensorError) as error:
         text = f"{directory}: the checkpoint could not be written: {error}; free space or choose another place"
         raise SpeculatorsError(text) from error
-    finally:
-        if staging is not None:
-            shutil.rmtree(staging, ignore_errors=True)
 
 
 def _write_files(staging: Path, config_text: str, tensors: Mapping[str, Tensor]) -> None:

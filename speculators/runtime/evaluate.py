@@ -52,6 +52,18 @@ def measure_acceptance(
     return llm.stats
 
 
+def measure_each(
+    verifier: Verifier,
+    speculator: Speculator,
+    conversations: Sequence[Conversation | Sequence[int]],
+    options: EvaluateOptions,
+) -> list[SpecDecodeStats]:
+    """The same counts for each prompt alone, in order; zeros for one that was answered without a draft."""
+    llm, outputs, _ = _run(verifier, speculator, conversations, options, show=False)
+    found = [output.outputs[0].spec_decode_metrics for output in outputs]
+    return [SpecDecodeStats(llm.num_speculative_tokens) if one is None else one.stats for one in found]
+
+
 def evaluate(
     verifier: Verifier,
     speculator: Speculator,

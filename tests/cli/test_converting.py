@@ -14,6 +14,7 @@ from speculators.convert.sources import SOURCES
 from speculators.convert.targets import TARGETS
 from tests.cli.test_directories import run
 from tests.convert import layouts_eagle
+from tests.tiny_models import make_verifier
 
 
 @pytest.fixture
@@ -30,6 +31,7 @@ def test_a_draft_is_converted_and_every_tensor_reported(
     assert said["family"] == "eagle3"
     assert sorted(said["used"]) == sorted(layouts_eagle.specforge().tensors)
     assert said["dropped"] == []
+    assert said["check"] is None
     assert said["ids"] == {
         "read": [0, 3, 5],
         "written": [1, 4, 6],
@@ -85,6 +87,32 @@ def test_a_check_names_the_best_reading(source: Path, tiny_verifier: Path, tmp_p
     assert all(row["acceptance_length"] >= 1 and row["num_drafts"] > 0 for row in rows)
 
 
+def test_a_check_that_fails_leaves_the_draft_and_its_report(
+    source: Path, tiny_verifier: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare, out, report = tmp_path / "bare", tmp_path / "ours", tmp_path / "report.json"
+    bare.mkdir()
+    (bare / "config.json").write_bytes((tiny_verifier / "config.json").read_bytes())
+    assert run("convert", source, "--verifier", bare, "--out", out, "--check", "--json", report) == 1
+    assert "bare" in capsys.readouterr().err
+    said = json.loads(report.read_text(encoding="utf-8"))
+    assert (said["family"], said["check"]) == ("eagle3", None)
+    assert run("validate", out) == 0
+
+
+def test_a_model_that_is_no_speculator_is_not_checked(
+    tiny_verifier: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_verifier(tmp_path / "pard")
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    (model / "config.json").write_text(json.dumps(config | {"spd_type": "pard", "pard_token": 383}), encoding="utf-8")
+    given = ("--verifier", tiny_verifier, "--out", tmp_path / "ours")
+    assert run("convert", model, *given, "--check") == 2
+    assert "a pard model is read in one; leave it out" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "ours").exists()
+    assert run("convert", model, *given) == 0
+
+
 def test_what_is_asked_wrongly_is_2_and_what_cannot_be_converted_is_1(
     source: Path, tiny_verifier: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,9 +130,15 @@ def test_what_is_asked_wrongly_is_2_and_what_cannot_be_converted_is_1(
         assert run("convert", source, "--verifier", tiny_verifier, "--out", out, *given) == code
         assert message in " ".join(capsys.readouterr().err.split())
         assert not out.exists()
-    out.mkdir()
-    assert run("convert", source, "--verifier", tiny_verifier, "--out", out) == 1
-    assert "is there already" in capsys.readouterr().err
+    out.symlink_to(tmp_path / "nowhere")
+    # Said before anything is read or fetched.
+    for command in (
+        ("convert", "owner/draft", "--verifier", "owner/verifier"),
+        ("export", "owner/ours", "--to", "sglang"),
+        ("stitch-mtp", "owner/ours", "owner/verifier"),
+    ):
+        assert run(*command, "--out", out) == 1
+        assert "ours is there already; give a new directory" in " ".join(capsys.readouterr().err.split())
 
 
 def test_files_beside_the_weights_are_accounted_for(

@@ -21,7 +21,8 @@ from speculators.convert.sources import SOURCES
 from speculators.convert.targets import TARGETS
 from speculators.errors import FormatError
 from tests.convert.foreign import ForeignCheckpoint
-from tests.convert.mutations import CASES, is_native
+from tests.convert.mutation_kinds import is_native
+from tests.convert.mutations import CASES
 from tests.tiny_models import make_verifier
 
 # What is read without being a draft of one of the layouts' cases.

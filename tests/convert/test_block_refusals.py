@@ -7,24 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from speculators.convert.options import ConversionVerifier, ConvertOptions
-from speculators.convert.run import Conversion, convert
-from speculators.errors import FormatError, SpeculatorsError, UsageError
+from speculators.errors import FormatError, UsageError
 from tests.convert import layouts_block as layouts
+from tests.convert.converting import converted
 from tests.convert.foreign import ForeignCheckpoint
 
 Change = Callable[[ForeignCheckpoint], None]
-
-
-def attempt(case: ForeignCheckpoint, folder: Path, verifier: Path, **options: Any) -> Conversion:
-    """Convert; where that is refused, there must be no output."""
-    out = folder / "ours"
-    given = ConvertOptions(**{**case.options, **options})
-    try:
-        return convert(case.write(folder / "foreign"), out, verifier=ConversionVerifier(str(verifier)), options=given)
-    except SpeculatorsError:
-        assert [path.name for path in folder.iterdir() if path.name != "foreign"] == []
-        raise
 
 
 def put(**keys: Any) -> Change:
@@ -105,6 +93,11 @@ REFUSED: dict[str, tuple[Callable[[], ForeignCheckpoint], Change, str]] = {
     "too few layers": (layouts.zlab, settle(target_layer_ids=[1, 3]), r"has 2 layers; by its width fc.weight reads 3"),
     "odd width": (layouts.zlab, lambda case: case.tensors.update({"fc.weight": torch.ones(64, 100)}), "no multiple"),
     "two policies": (layouts.zlab, put(**MIXED), "some layers have a window"),
+    "more layers than tensors": (
+        layouts.modelopt_windows,
+        lambda case: case.config.update(num_hidden_layers=10**15),
+        "num_hidden_layers is 10{15}",
+    ),
     "window of no width": (layouts.zlab, settle(use_swa=True), "swa_window_size None"),
     "windows of no layer": (layouts.zlab, put(use_sliding_window=True), "layer_types does not say"),
     "missing tensor": (layouts.zlab, without("layers.1.mlp.up_proj.weight"), "layers.1.mlp.up_proj.weight is missing"),
@@ -145,7 +138,7 @@ def test_what_cannot_be_converted_is_named(name: str, tiny_verifier: Path, tmp_p
     case = make()
     change(case)
     with pytest.raises(FormatError, match=text):
-        attempt(case, tmp_path, tiny_verifier)
+        converted(case, tmp_path, tiny_verifier)
 
 
 def test_a_drafter_inside_its_verifiers_checkpoint_is_named(tiny_verifier: Path, tmp_path: Path) -> None:
@@ -157,7 +150,7 @@ def test_a_drafter_inside_its_verifiers_checkpoint_is_named(tiny_verifier: Path,
     }
     case = ForeignCheckpoint("deepseek-v4", config, {"mtp.0.enorm.weight": torch.ones(64)})
     with pytest.raises(FormatError, match="part of its verifier's checkpoint"):
-        attempt(case, tmp_path, tiny_verifier)
+        converted(case, tmp_path, tiny_verifier)
 
 
 @pytest.mark.parametrize(
@@ -173,9 +166,9 @@ def test_an_option_that_means_nothing_is_refused(
     options: dict[str, Any], text: str, tiny_verifier: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(UsageError, match=text):
-        attempt(layouts.zlab(), tmp_path, tiny_verifier, **options)
+        converted(layouts.zlab(), tmp_path, tiny_verifier, **options)
 
 
 def test_more_tokens_than_a_block_predicts_are_refused(tiny_verifier: Path, tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="predicts 4 tokens"):
-        attempt(layouts.zlab(), tmp_path, tiny_verifier, speculative_tokens=5)
+        converted(layouts.zlab(), tmp_path, tiny_verifier, speculative_tokens=5)

@@ -1,7 +1,6 @@
 """Which reading of a draft accepts most: drafts that know an answer by heart, read rightly and wrongly."""
 
 import json
-from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -106,22 +105,23 @@ def test_readings_that_the_verifier_cannot_have_are_left_out() -> None:
     assert [one.reading.name for one in found.measured if "ids" in one.reading.name] == []
 
 
-def test_a_difference_counts_beyond_its_standard_error() -> None:
-    def measured(name: str, histogram: list[int]) -> Measured:
-        stats = SpecDecodeStats(len(histogram) - 1)
-        for accepted, count in enumerate(histogram):
-            for _ in range(count):
-                stats.add_step(len(histogram) - 1, accepted)
-        return Measured(Reading(name), stats)
+def measured(name: str, verifications: list[int]) -> Measured:
+    """A reading that took so many verifications for each prompt's answer of 40 tokens."""
+    each = [SpecDecodeStats(3, num_drafts=count, num_accepted_tokens=40 - count) for count in verifications]
+    return Measured(Reading(name), tuple(each))
 
-    written, other = measured("as written", [60, 40]), measured("other", [50, 50])
-    # A share p of n has the sample variance n p (1 - p) / (n - 1).
-    assert written.error == pytest.approx(sqrt(0.6 * 0.4 / 99))
-    assert other.error == pytest.approx(sqrt(0.25 / 99))
-    assert Check((written, other)).best is other
-    assert Check((written, other)).better is None
-    surely = measured("other", [20, 80])
-    assert Check((written, surely)).better is surely
+
+def test_a_difference_counts_beyond_the_noise_between_prompts() -> None:
+    """Saved are 2, 1, 0, 2, 1: 6 in all, with a deviation of sqrt(2.8 / 4) and a limit of 2 sqrt(0.7 * 5) = 3.74."""
+    written = measured("as written", [30, 28, 35, 31, 29])
+    better = measured("other", [28, 27, 35, 29, 28])
+    assert better.acceptance_length == pytest.approx(1 + (200 - 147) / 147)
+    assert Check((written, better)).better is better
+    assert Check((better, written)).better is None
+    # Saved are 8, -5, 6, -4, 1: 6 in all again, with a limit of 2 sqrt(33.7 * 5) = 26.
+    by_chance = measured("other", [22, 33, 29, 35, 28])
+    assert Check((written, by_chance)).best is by_chance
+    assert Check((written, by_chance)).better is None
 
 
 def test_a_reading_needs_the_same_tensors() -> None:
@@ -139,9 +139,14 @@ def test_the_prompts_of_the_package() -> None:
     assert [one[0]["content"] for one in built_in_prompts()] == [row["prompt"] for row in rows]
 
 
+def test_no_prompts_are_not_those_of_the_package(tiny_speculator: Path) -> None:
+    with pytest.raises(UsageError, match="there is nothing to check with"):
+        check(tiny_speculator, [])
+
+
 def test_a_directory_is_checked_with_its_verifier(tiny_speculator: Path) -> None:
     found = check(tiny_speculator, max_new_tokens=4)
     assert len(found.measured) == 5
-    assert all(one.stats.num_drafts >= 20 for one in found.measured)
+    assert all(one.num_drafts >= 20 for one in found.measured)
     with pytest.raises(UsageError, match="no prompts"):
         check_speculator(random_speculator("eagle3"), tiny_verifier(), [])

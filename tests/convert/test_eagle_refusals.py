@@ -9,24 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from speculators.convert.options import ConversionVerifier, ConvertOptions
-from speculators.convert.run import Conversion, convert
-from speculators.errors import FormatError, SpeculatorsError, UsageError
+from speculators.errors import FormatError, UsageError
 from tests.convert import layouts_eagle as layouts
+from tests.convert.converting import converted
 from tests.convert.foreign import Drawn, ForeignCheckpoint
 
 Change = Callable[[ForeignCheckpoint], None]
-
-
-def attempt(case: ForeignCheckpoint, folder: Path, verifier: Path, **options: Any) -> Conversion:
-    """Convert; where that is refused, there must be no output."""
-    out = folder / "ours"
-    given = ConvertOptions(**{**case.options, **options})
-    try:
-        return convert(case.write(folder / "foreign"), out, verifier=ConversionVerifier(str(verifier)), options=given)
-    except SpeculatorsError:
-        assert [path.name for path in folder.iterdir() if path.name != "foreign"] == []
-        raise
 
 
 def put(**keys: Any) -> Change:
@@ -117,6 +105,12 @@ REFUSED: dict[str, tuple[Callable[[], ForeignCheckpoint], Change, str]] = {
     "a promised norm": (layouts.specforge, put(norm_before_fc=True), "input_norm.weight is missing"),
     "a silent norm": (layouts.specforge_eagle31, put(fc_norm=False), "fc_norm.0.weight is there"),
     "head and size": (layouts.specforge, put(draft_vocab_size=97), "draft_vocab_size is 97"),
+    "architectures of another kind": (layouts.specforge, put(architectures=5), "architectures is 5; expected a list"),
+    "architectures in one word": (layouts.hass, put(architectures="LlamaForCausalLM"), "expected a list of names"),
+    "parallel heads that are no number": (
+        layouts.modelopt, switch(parallel_draft_heads_num_layers="two"), "has parallel draft heads"
+    ),
+    "a number beyond all": (layouts.specforge, put(rms_norm_eps=10**400), "integer 10000000000000000000... is larger"),
     "no head": (layouts.specforge, without("lm_head.weight"), "lm_head.weight is missing"),
     "no map": (layouts.modelopt, without("d2t"), "no-d2t"),
     "a map of another length": (layouts.modelopt, replace("d2t", lambda m: m[:-1]), "d2t has 95 entries"),
@@ -166,7 +160,7 @@ def test_it_is_refused_by_name_and_nothing_is_left(name: str, tiny_verifier: Pat
     case = make()
     change(case)
     with pytest.raises(FormatError, match=words):
-        attempt(case, tmp_path, tiny_verifier)
+        converted(case, tmp_path, tiny_verifier)
 
 
 def test_options_that_mean_nothing_are_refused(tiny_verifier: Path, tmp_path: Path) -> None:
@@ -182,11 +176,11 @@ def test_options_that_mean_nothing_are_refused(tiny_verifier: Path, tmp_path: Pa
         folder = tmp_path / str(number)
         folder.mkdir()
         with pytest.raises(UsageError, match=words):
-            attempt(make(), folder, tiny_verifier, **options)
+            converted(make(), folder, tiny_verifier, **options)
 
 
 def test_what_the_file_leaves_open_is_named_and_can_be_said(tiny_verifier: Path, tmp_path: Path) -> None:
-    silent = attempt(layouts.safeailab_eagle3(), tmp_path, tiny_verifier)
+    silent = converted(layouts.safeailab_eagle3(), tmp_path, tiny_verifier)
     told = " ".join(silent.plan.notes)
     for words in (
         "depths [2, 4, 5]",
@@ -197,7 +191,7 @@ def test_what_the_file_leaves_open_is_named_and_can_be_said(tiny_verifier: Path,
     ):
         assert words in told
     (tmp_path / "again").mkdir()
-    said = attempt(
+    said = converted(
         layouts.safeailab_eagle3(),
         tmp_path / "again",
         tiny_verifier,
@@ -213,12 +207,12 @@ def test_what_the_file_leaves_open_is_named_and_can_be_said(tiny_verifier: Path,
 
 
 def test_ids_are_read_as_their_place_or_the_user_means_them(tiny_verifier: Path, tmp_path: Path) -> None:
-    ids = attempt(layouts.specforge(), tmp_path, tiny_verifier).plan.ids
+    ids = converted(layouts.specforge(), tmp_path, tiny_verifier).plan.ids
     assert ids is not None
     assert (ids.read, ids.written, ids.shift) == ((0, 3, 5), (1, 4, 6), 1)
     assert ids.source == "eagle_config.eagle_aux_hidden_state_layer_ids"
     (tmp_path / "again").mkdir()
-    ids = attempt(layouts.specforge(), tmp_path / "again", tiny_verifier, layer_ids_mean="depth").plan.ids
+    ids = converted(layouts.specforge(), tmp_path / "again", tiny_verifier, layer_ids_mean="depth").plan.ids
     assert ids is not None
     assert ids.written == (0, 3, 5)
 
@@ -226,12 +220,12 @@ def test_ids_are_read_as_their_place_or_the_user_means_them(tiny_verifier: Path,
 def test_a_map_of_ids_is_told_by_its_flags_or_by_the_user(tiny_verifier: Path, tmp_path: Path) -> None:
     sound = layouts.absolute_map()
     ids = sound.tensors["d2t"]
-    told_by_flags = attempt(sound, tmp_path, tiny_verifier)
+    told_by_flags = converted(sound, tmp_path, tiny_verifier)
     assert any("holds the verifier's ids" in note for note in told_by_flags.plan.notes)
     alone = layouts.absolute_map()
     del alone.tensors["t2d"]
     (tmp_path / "again").mkdir()
-    told_by_user = attempt(alone, tmp_path / "again", tiny_verifier, d2t_holds="ids")
+    told_by_user = converted(alone, tmp_path / "again", tiny_verifier, d2t_holds="ids")
     for conversion in (told_by_flags, told_by_user):
         written = load_file(conversion.directory / "model.safetensors")
         assert torch.equal(written["d2t"], ids - torch.arange(len(ids)))
@@ -242,12 +236,12 @@ def test_a_map_of_ids_is_told_by_its_flags_or_by_the_user(tiny_verifier: Path, t
 def test_an_empty_map_is_told(tiny_verifier: Path, tmp_path: Path) -> None:
     case = layouts.modelopt()
     case.tensors["d2t"].zero_()
-    notes = attempt(case, tmp_path, tiny_verifier).plan.notes
+    notes = converted(case, tmp_path, tiny_verifier).plan.notes
     assert any("was the map ever filled" in note for note in notes)
 
 
 def test_dtypes_become_one_without_loss_or_the_one_that_is_asked_for(tiny_verifier: Path, tmp_path: Path) -> None:
-    mixed = attempt(layouts.nebius(), tmp_path, tiny_verifier)
+    mixed = converted(layouts.nebius(), tmp_path, tiny_verifier)
     written = load_file(mixed.directory / "model.safetensors")
     foreign = layouts.nebius().tensors
     assert mixed.plan.config["dtype"] == "float32"
@@ -255,7 +249,7 @@ def test_dtypes_become_one_without_loss_or_the_one_that_is_asked_for(tiny_verifi
     assert torch.equal(written["layers.0.mlp.up_proj.weight"], foreign["midlayer.mlp.up_proj.weight"].float())
     assert torch.equal(written["norm.weight"], foreign["norm.weight"])
     (tmp_path / "again").mkdir()
-    asked = attempt(layouts.nebius(), tmp_path / "again", tiny_verifier, dtype="bfloat16")
+    asked = converted(layouts.nebius(), tmp_path / "again", tiny_verifier, dtype="bfloat16")
     written = load_file(asked.directory / "model.safetensors")
     assert asked.plan.config["dtype"] == "bfloat16"
     assert torch.equal(written["norm.weight"], foreign["norm.weight"].bfloat16())
@@ -266,6 +260,6 @@ def test_weights_beside_those_that_are_read_are_named(tiny_verifier: Path, tmp_p
     case = layouts.modelopt()
     source = case.write(tmp_path / "foreign")
     save_file({"lora_A.weight": torch.ones(2)}, source / "adapter_model.safetensors")
-    plan = attempt(case, tmp_path, tiny_verifier).plan
+    plan = converted(case, tmp_path, tiny_verifier).plan
     assert any("an adapter of the verifier lies beside the draft" in note for note in plan.notes)
     assert "adapter_model.safetensors" in plan.dropped

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM
 
-from speculators.convert.options import ConversionVerifier, ConvertOptions
+from speculators.convert.options import ConversionVerifier
 from speculators.convert.run import Conversion, convert
 from speculators.errors import FormatError
 from speculators.formats.verifier_weights import load_verifier_weights
@@ -21,13 +20,13 @@ from speculators.models.draft_model import DraftContext
 from speculators.models.speculator import Speculator
 from tests.convert import layouts_block as layouts
 from tests.convert import reference_block as reference
+from tests.convert.converting import Spoken, converted, spoken_by
 from tests.convert.foreign import Drawn, ForeignCheckpoint, prefixed
 from tests.convert.layouts_block import CASES
 from tests.convert.reference_block import Drafted, Foreign, Meaning
 from tests.models.serving import Argmax
 
 Make = Callable[[], ForeignCheckpoint]
-Spoken = tuple[Tensor, tuple[Tensor, ...]]
 FULL, BOTH_SEE = (None, None), (False, False)
 # What each producer's own code does; an id of an output is one less than transformers' index.
 PLAIN = Meaning((2, 4, 7), False, BOTH_SEE, FULL)
@@ -52,18 +51,7 @@ def meaning_of(case: ForeignCheckpoint) -> Meaning:
 
 @pytest.fixture(scope="module")
 def spoken(tiny_verifier: Path) -> Spoken:
-    """Tokens [T] and the verifier's hidden states of them, as transformers counts them, each [T, H]."""
-    model = LlamaForCausalLM.from_pretrained(tiny_verifier, dtype=torch.float32)
-    tokens = torch.randint(2, layouts.VOCAB, (11,), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        states = model(tokens[None], output_hidden_states=True).hidden_states
-    return tokens, tuple(state[0] for state in states)
-
-
-def converted(case: ForeignCheckpoint, tmp_path: Path, verifier: Path) -> Conversion:
-    source = case.write(tmp_path / "foreign")
-    given = ConversionVerifier(str(verifier))
-    return convert(source, tmp_path / "ours", verifier=given, options=ConvertOptions(**case.options))
+    return spoken_by(tiny_verifier, layouts.VOCAB)
 
 
 def drafted(directory: Path, verifier: Path, tokens: Tensor, hidden_states: tuple[Tensor, ...]) -> Drafted:

@@ -6,15 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM
 
-from speculators.convert.options import ConversionVerifier, ConvertOptions
-from speculators.convert.run import Conversion, convert
 from speculators.formats.verifier_weights import load_verifier_weights
 from speculators.models.draft_model import DraftContext
 from speculators.models.speculator import Speculator
 from tests.convert import layouts_eagle as layouts
 from tests.convert import reference_eagle as reference
+from tests.convert.converting import Spoken, converted, spoken_by
 from tests.convert.foreign import ForeignCheckpoint
 from tests.convert.layouts_eagle import CASES
 from tests.convert.reference_eagle import Drafted, Foreign, Meaning
@@ -41,19 +39,8 @@ MEANINGS = {
 
 
 @pytest.fixture(scope="module")
-def spoken(tiny_verifier: Path) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Tokens [T] and the verifier's hidden states of them, as transformers counts them, each [T, H]."""
-    model = LlamaForCausalLM.from_pretrained(tiny_verifier, dtype=torch.float32)
-    tokens = torch.randint(2, layouts.VOCAB, (11,), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        states = model(tokens[None], output_hidden_states=True).hidden_states
-    return tokens, tuple(state[0] for state in states)
-
-
-def converted(case: ForeignCheckpoint, tmp_path: Path, verifier: Path) -> Conversion:
-    source = case.write(tmp_path / "foreign")
-    given = ConversionVerifier(str(verifier))
-    return convert(source, tmp_path / "ours", verifier=given, options=ConvertOptions(**case.options))
+def spoken(tiny_verifier: Path) -> Spoken:
+    return spoken_by(tiny_verifier, layouts.VOCAB)
 
 
 def drafted(directory: Path, verifier: Path, tokens: Tensor, hidden_states: tuple[Tensor, ...], steps: int) -> Drafted:
@@ -84,7 +71,7 @@ def drafted(directory: Path, verifier: Path, tokens: Tensor, hidden_states: tupl
 def test_a_converted_draft_computes_what_its_producer_means(
     make: Callable[[], ForeignCheckpoint],
     tiny_verifier: Path,
-    spoken: tuple[Tensor, tuple[Tensor, ...]],
+    spoken: Spoken,
     tmp_path: Path,
 ) -> None:
     case = make()

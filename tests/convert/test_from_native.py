@@ -8,23 +8,16 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from speculators.convert.options import ConversionVerifier, ConvertOptions
-from speculators.convert.run import Conversion, convert
 from speculators.formats.verifier_weights import load_verifier_weights
 from speculators.models.draft_model import DraftContext
 from speculators.models.speculator import Speculator
 from tests.convert import layouts_native as layouts
 from tests.convert import reference_native as reference
+from tests.convert.converting import converted
 from tests.convert.foreign import ForeignCheckpoint
 
 Make = Callable[[], ForeignCheckpoint]
 TOKENS = 9
-
-
-def converted(case: ForeignCheckpoint, folder: Path, verifier: Path) -> Conversion:
-    source = case.write(folder / "foreign")
-    given = ConversionVerifier(str(verifier))
-    return convert(source, folder / "ours", verifier=given, options=ConvertOptions(**case.options))
 
 
 def drafted(directory: Path, verifier: Path, tokens_T: Tensor, states_TH: Tensor, steps: int) -> list[Tensor]:

@@ -207,6 +207,9 @@ def change(key: str, value: object) -> Change:
 
 
 REFUSED: dict[str, tuple[Change, str]] = {
+    "more layers than tensors": (lambda case: case.config.update(num_hidden_layers=10**15), "the weights have 25"),
+    "no sizes": (lambda case: case.config.update(hidden_size="wide"), "describes no model that can be built"),
+    "sizes beyond all": (lambda case: case.config.update(hidden_size=2**62), "describes no model that can be built"),
     "PARD-2": (change("spd_type", "pard2"), "PARD-2 draft adds a projection of the verifier's hidden states"),
     "its flag": (change("pard2", True), "PARD-2 draft"),
     "its tensor": (lambda case: case.tensors.update({"target_proj.weight": torch.ones(32, 256)}), "PARD-2 draft"),

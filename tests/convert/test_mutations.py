@@ -7,7 +7,8 @@ import pytest
 
 from speculators.convert.options import ConversionVerifier
 from tests.convert import trained_mutations
-from tests.convert.mutations import CASES, Make, is_native, tried
+from tests.convert.mutation_kinds import is_native
+from tests.convert.mutations import CASES, Make, tried
 
 
 @pytest.mark.parametrize("make", CASES, ids=lambda make: getattr(make, "__name__", "native"))

@@ -11,8 +11,9 @@ from torch import Tensor
 from speculators.errors import SpeculatorsError
 from speculators.formats.verifier_weights import load_verifier_weights
 from tests.convert import layouts_native as layouts
+from tests.convert.converting import converted
 from tests.convert.foreign import Drawn, ForeignCheckpoint
-from tests.convert.test_from_native import Make, converted
+from tests.convert.test_from_native import Make
 
 Change = Callable[[ForeignCheckpoint], Any]
 HEAD, STEP = "0.0.linear.weight", "speculator.proj.1.weight"
@@ -92,6 +93,15 @@ HEADS: list[tuple[Make, Change, str]] = [
     (layouts.accelerator, says(inner_dim=0), r"expected \[384, 64\]"),
     (layouts.accelerator, says(n_predict=2, top_k_tokens_per_head=[4, 3]), r"emb\.2\.weight \[384, 40\] has no place"),
     (layouts.accelerator, says(n_predict=2), "top_k_tokens_per_head has 3 entries; n_predict is 2"),
+    (layouts.accelerator, says(n_predict=10**15, top_k_tokens_per_head=None), "n_predict is 10{15}; expected at most"),
+    (
+        layouts.medusa,
+        lambda case: (
+            [renamed(f"{head}.1.weight", f"{head}.{10**15}.weight")(case) for head in range(3)],
+            says(medusa_num_layers=10**15)(case),
+        ),
+        "output matrices have the numbers .10{15}.",
+    ),
     (layouts.accelerator, says(n_predict=None), "n_predict is None; expected a whole number above 0"),
     (layouts.accelerator, says(tie_weights=True), r"emb\.1\.weight differs from emb\.0\.weight although tie_weights"),
     (layouts.accelerator, says(vocab_size=400), "vocab_size is 400; that of .* is 384: is it this verifier's draft"),
@@ -152,6 +162,7 @@ BLOCKS: list[tuple[str, Change, str]] = [
     ),
     ("mimo", says(fc_norm=True), "fc_norm is True, which no MTP block has"),
     ("mimo", without("model.layers.2.mlp.up_proj.weight"), "num_hidden_layers is 4; layer 2 is missing"),
+    ("mimo", says(num_hidden_layers=10**15), "num_hidden_layers is 10{15} beside the block and 4 in"),
     ("mimo", extra("model.layers.4.mlp.up_proj.weight", (48, 32)), "num_hidden_layers is 4; layer 4 is there besides"),
     ("mimo", says(num_speculative_steps="three"), "num_speculative_steps is 'three'; expected a whole number"),
     ("deepseek-float8", without(f"{LAYER}self_attn.o_proj.weight_scale_inv"), "is stored in 8 bits without a scale"),
@@ -178,6 +189,14 @@ def test_a_block_that_is_not_whole_is_refused(style: str, change: Change, messag
     with pytest.raises(SpeculatorsError, match=message):
         converted(case, tmp_path, verifier)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["foreign", "verifier"]
+
+
+def test_more_layers_than_a_checkpoint_has_are_refused_at_once(tmp_path: Path) -> None:
+    case = layouts.MTP_CASES["mimo"]()
+    says(num_hidden_layers=10**15)(case)
+    verifier = case.write(tmp_path / "verifier")
+    with pytest.raises(SpeculatorsError, match=r"num_hidden_layers is 10{15}; layer 4 is missing"):
+        converted(case, tmp_path, verifier)
 
 
 def test_another_verifiers_block_is_refused(tiny_verifier: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from speculators.convert.export import export, planned_export
 from speculators.convert.options import ConversionVerifier, ConvertOptions
 from speculators.convert.run import convert
-from speculators.errors import FormatError, UsageError
+from speculators.errors import FormatError, SpeculatorsError, UsageError
 from speculators.formats.checkpoint import read_config
 from speculators.formats.verifier_weights import load_verifier_weights
 from speculators.formats.vocab import DraftVocab
@@ -23,6 +23,7 @@ from speculators.models.speculator import Speculator
 from tests.convert import layouts_eagle as layouts
 from tests.convert.foreign import ForeignCheckpoint
 from tests.convert.test_from_eagle_kin import converted
+from tests.tiny_models import make_verifier
 
 FOLLOWS = {"norm_before_residual": False, "norm_before_fc": False, "norm_output": False}
 # checkpoint -> a layout that can say it
@@ -164,11 +165,28 @@ def test_vllm_gets_no_head_and_no_first_norm(tiny_verifier: Path, tmp_path: Path
     assert "attention_bias" not in config
 
 
+def test_embeddings_that_are_left_to_the_verifier_are_written_where_the_layout_holds_them(
+    tiny_verifier: Path, tmp_path: Path
+) -> None:
+    ours, name = make_ours(tiny_verifier, tmp_path / "ours", "eagle", bias=True), "embed_tokens.weight"
+    assert name not in weights(ours)
+    assert dict(planned_export(ours, "safeailab-eagle").derived) == {name: f"{tiny_verifier}'s"}
+    written = weights(export(ours, "safeailab-eagle", tmp_path / "theirs"))
+    assert torch.equal(written.pop(name), load_file(tiny_verifier / "model.safetensors")[f"model.{name}"])
+    assert_same(written, weights(ours))
+    other = make_verifier(tmp_path / "other", hidden_size=32)
+    with pytest.raises(FormatError, match=rf"{name} of {other} is \[384, 32\]; the draft's is \[384, 64\]"):
+        export(ours, "safeailab-eagle", tmp_path / "no", verifier=str(other))
+    with pytest.raises(SpeculatorsError, match="it is not there"):
+        export(ours, "safeailab-eagle", tmp_path / "no", verifier=str(tmp_path / "nowhere"))
+    assert not (tmp_path / "no").exists()
+
+
 # family and choices, layout, what the refusal has to say
 REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("eagle3", {"norm_before_residual": True}, "sglang", "norm_before_residual"),
     ("eagle3", {"norm_before_residual": True}, "safeailab-eagle3", "norm_before_residual"),
-    ("eagle3", {"norm_before_residual": True}, "modelopt-eagle3", "norm_before_residual"),
+    ("eagle3", {"norm_before_residual": True}, "modelopt-eagle3", "train with norm_before_residual=false"),
     ("eagle3", {"norm_before_fc": True}, "sglang", "norm_before_fc"),
     ("eagle3", {"norm_output": True}, "sglang", "norm_output without fc_norm"),
     ("eagle3", {"norm_output": True}, "modelopt-eagle3", "norm_output"),
@@ -192,7 +210,6 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("eagle", {"bias": True}, "vllm-eagle", "bias of fc"),
     ("eagle", {"embed_layernorm": True}, "vllm-eagle", "embed_layernorm"),
     ("eagle", {"post_embedding_layernorm": True}, "safeailab-eagle", "post_embedding_layernorm"),
-    ("eagle", {"bias": True}, "safeailab-eagle", "leaves embed_tokens.weight to its verifier"),
 ]
 
 

@@ -8,7 +8,6 @@ import copy
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -102,12 +101,12 @@ def judge(found: Foreign, whole: Check, name: str, change: Change) -> Judged:
             seen = measured(found, change, Path(folder))
         except SpeculatorsError as error:
             return Judged(layout, name, "refused", str(error).replace(folder, ""))
-    lost = whole.written.acceptance_length - seen.written.acceptance_length
-    noise = 2 * sqrt(whole.written.error**2 + seen.written.error**2)
     numbers = f"{seen.written.acceptance_length:.2f} tokens a step, {whole.written.acceptance_length:.2f} before"
     if seen.warning is not None:
         return Judged(layout, name, "flagged", f"--check: {seen.warning}")
-    return Judged(layout, name, "flagged" if lost > noise else "silent", f"--check: {numbers}")
+    return Judged(
+        layout, name, "flagged" if whole.written.surely_beats(seen.written) else "silent", f"--check: {numbers}"
+    )
 
 
 def changes(case: ForeignCheckpoint) -> Iterator[tuple[str, Change]]:

@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -146,8 +147,9 @@ def compare(python: Path, folder: Path) -> dict[str, dict[str, Any]]:
     return report
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def report_of(compare: Callable[[Path, Path], dict[str, dict[str, Any]]], description: str | None) -> int:
+    """Compare with the peer that the command line names, write and print the report; the exit code: 1 for problems."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer-python", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
@@ -160,4 +162,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report_of(compare, __doc__))

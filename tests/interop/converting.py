@@ -7,12 +7,10 @@ for tensor, and by what an engine reads in the configuration. Where they differ,
 does that its source does not mean; a difference without a name is a failure, and so is a name without a difference.
 """
 
-import argparse
 import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ from speculators.convert.options import ConversionVerifier, ConvertOptions
 from speculators.convert.run import convert
 from tests.convert import layouts_block, layouts_eagle, layouts_native
 from tests.convert.foreign import ForeignCheckpoint
-from tests.interop.compare import HERE
+from tests.interop.compare import HERE, report_of
 from tests.tiny_models import make_verifier
 
 # The shared verifier's default, which vLLM takes where no layers are written.
@@ -172,18 +170,5 @@ def compare(python: Path, folder: Path) -> dict[str, dict[str, Any]]:
     return report
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer-python", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        report = compare(args.peer_python.absolute(), Path(folder))
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(report, indent=2))
-    return 0 if all(not entry["problem"] for entry in report.values()) else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report_of(compare, __doc__))

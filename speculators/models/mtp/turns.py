@@ -98,7 +98,7 @@ class TurnCache(SlotCache):
 
     @property
     def goes_on_anywhere(self) -> bool:
-        """Only with one block, which sees nothing again."""
+        """Whether no inputs are read again, which are kept for the end of each slot alone."""
         return not self.again
 
     def turn(
