@@ -9,6 +9,9 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 from speculators.errors import VerifierError
 from speculators.models.layers import STATIC_ROPE_TYPES
 
+# Beside those that drafts know: that of Gemma 4's full attention, which turns a share of each head's dimensions.
+_STATIC_TYPES = (*STATIC_ROPE_TYPES, "proportional")
+
 
 class LanguageModel(Protocol):
     """A causal language model, loaded or not: its configuration (of its language part), tokenizer and sizes."""
@@ -43,7 +46,7 @@ def has_static_rotation(config: PretrainedConfig) -> bool:
     """Whether a token is rotated by its position alone, whatever the length of its sequence (not so for `dynamic`)."""
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [one for one in parameters.values() if isinstance(one, dict)]
-    return all(one.get("rope_type", "default") in STATIC_ROPE_TYPES for one in nested or [parameters])
+    return all(one.get("rope_type", "default") in _STATIC_TYPES for one in nested or [parameters])
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from speculators.errors import EngineError
 from speculators.models.cache import SlotCache, SlotWrite
+from speculators.runtime.additional import AdditionalConfig, TreeDraftingConfig
+from speculators.runtime.assemble import choose_engine
 from speculators.runtime.config import SpeculativeConfig
 from speculators.runtime.engine import Engine, EngineLimits
 from speculators.runtime.infer import infer
@@ -43,8 +45,8 @@ class Counting(Verifier):
     def forward(
         self, token_ids_BT: Tensor, cache: SlotCache, write: SlotWrite, *, need_logits: bool = True
     ) -> VerifierOutput:
-        assert write.lengths is not None
-        self.num_tokens += sum(write.lengths)
+        # A tree has no padding to be left out; what it computes beside the prompt is the same with caching.
+        self.num_tokens += write.width * len(write.starts) if write.lengths is None else sum(write.lengths)
         return super().forward(token_ids_BT, cache, write, need_logits=need_logits)
 
 
@@ -103,20 +105,24 @@ def asked(
     return Told([done[f"{names}{place}"] for place in range(len(wanted))], engine, computed)
 
 
-def engine_of(made: Directories, name: str, batch: int, caching: bool, *, depth: int = 3, **keys: Any) -> Engine:
+def engine_of(
+    made: Directories, name: str, batch: int, caching: bool, *, depth: int = 3, kind: str = "", **keys: Any
+) -> Engine:
     case = BY_NAME[name]
-    kind = case.verifiers[0]
+    kind = kind or case.verifiers[0]
+    tree = keys.pop("tree", None)
     config = SpeculativeConfig.from_dict({**case.config(made, kind), "num_speculative_tokens": depth, **keys})
     verifier = Counting.from_pretrained(made.verifier(kind), dtype="float32")
     limits = EngineLimits(batch, LENGTH, 48, caching)
-    plan = infer(made.verifier(kind), config)
+    plan = infer(made.verifier(kind), config, AdditionalConfig(tree_drafting=tree))
     build = prepare(plan, verifier)
     assert build is not None
-    return Engine(verifier, build(verifier, limits), limits=limits, metrics_level="detailed")
+    return choose_engine(plan)(verifier, build(verifier, limits), limits=limits, metrics_level="detailed")
 
 
-def same_as_without(made: Directories, name: str, batch: int, sampled: bool) -> None:
-    keys = {"draft_sample_method": "probabilistic"} if sampled and BY_NAME[name].drawn else {}
+def same_as_without(made: Directories, name: str, batch: int, sampled: bool, **keys: Any) -> None:
+    if sampled and BY_NAME[name].drawn and "tree" not in keys:
+        keys["draft_sample_method"] = "probabilistic"
     wanted = list(zip(prompts(), params(sampled), strict=True))
     told = {}
     for caching in (False, True):
@@ -141,9 +147,15 @@ def test_answers_and_drafts_are_those_without_caching(made: Directories, name: s
     same_as_without(made, name, batch, False)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [*METHODS, *ASSISTANTS])
 def test_sampled_answers_and_drafts_are_those_without_caching(made: Directories, name: str) -> None:
     same_as_without(made, name, 3, True)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize(("name", "kind"), [("eagle", "dense"), ("eagle3", "sliding window")])
+def test_trees_of_drafts_are_those_without_caching(made: Directories, name: str, kind: str, sampled: bool) -> None:
+    same_as_without(made, name, 3, sampled, kind=kind, tree=TreeDraftingConfig(4, 3, 14))
 
 
 @pytest.mark.full
