@@ -119,7 +119,8 @@ class Verifier:
         """Load a verifier from a local folder or a hub id.
 
         `dtype` "auto" is the checkpoint's own, but float32 on a CPU without bf16 instructions, where bf16 products are
-        several times slower. Raises VerifierError when config, weights or tokenizer cannot be read.
+        several times slower. Raises VerifierError when config, weights or tokenizer cannot be read, or a tensor of the
+        model is missing.
         """
         name = str(name_or_path)
         target = torch.device(device) if device is not None else default_device()
@@ -128,8 +129,14 @@ class Verifier:
         try:
             config = AutoConfig.from_pretrained(name, **options)
             wanted = resolve_dtype(dtype, config, target)
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                name, config=config, dtype=wanted, attn_implementation=ATTENTION_NAME, **options
+            model: Any
+            model, loading = AutoModelForCausalLM.from_pretrained(
+                name,
+                config=config,
+                dtype=wanted,
+                attn_implementation=ATTENTION_NAME,
+                output_loading_info=True,
+                **options,
             )
             tokens = AutoTokenizer.from_pretrained(tokenizer or name, **options)
         except (OSError, ValueError, KeyError, ImportError) as error:
@@ -137,6 +144,12 @@ class Verifier:
                 f"verifier {name!r} cannot be read: {error}. Give a local folder with config.json, safetensors and a "
                 "tokenizer, or a hub id."
             ) from error
+        missing = sorted(loading["missing_keys"])
+        if missing:
+            raise VerifierError(
+                f"verifier {name!r} lacks {len(missing)} of its tensors: {', '.join(missing[:5])}; they would be "
+                "random numbers. Fetch the checkpoint again, or give the one that its config.json belongs to."
+            )
         return cls(model.to(target), tokens, name_or_path=name)
 
     @property

@@ -211,7 +211,7 @@ def test_a_default_that_its_verifier_is_too_small_for_is_refused(tmp_path: Path)
     verifier = make_verifier(tmp_path / "verifier", num_layers=4)
     (tmp_path / "draft").mkdir()
     with pytest.raises(FormatError, match=r"depths \[2, 2, 1\], does not fit a verifier of 4 layers"):
-        attempt(layouts.safeailab_eagle3(), tmp_path / "draft", verifier)
+        converted(layouts.safeailab_eagle3(), tmp_path / "draft", verifier)
 
 
 def test_ids_are_read_as_their_place_or_the_user_means_them(tiny_verifier: Path, tmp_path: Path) -> None:

@@ -1,11 +1,14 @@
 """Verifiers of other kinds than plain dense decoders: mixtures of experts, sinks, latent attention, (1 + w) norms."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from speculators.errors import VerifierError
 from speculators.formats.verifier_weights import VerifierWeights, load_verifier_weights
 from speculators.models.cache import SlotWrite
 from speculators.models.heads import VerifierHead
@@ -63,3 +66,14 @@ def test_tokens_that_come_in_pieces_give_the_same_logits(kind: str, tmp_path: Pa
         write = SlotWrite.at(slice(0, 1), [start], end - start, verifier.device)
         found.append(verifier.forward(IDS[:, start:end], cache, write).logits_BTV)
     torch.testing.assert_close(torch.cat(found, 1), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_verifier_that_is_not_whole_is_refused(tiny_verifier: Path, tmp_path: Path) -> None:
+    """transformers fills in random numbers and goes on."""
+    shutil.copytree(tiny_verifier, tmp_path / "cut")
+    file = tmp_path / "cut" / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(VerifierError, match=r"lacks 1 of its tensors: model\.layers\.1\.mlp\.up_proj\.weight"):
+        Verifier.from_pretrained(tmp_path / "cut", dtype="float32", device="cpu")
