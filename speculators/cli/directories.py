@@ -39,11 +39,15 @@ def inspect(
 ) -> None:
     """Say what a speculator is: family, verifier, depth, size, and what vLLM will read; the verifier is not needed."""
     from speculators.errors import FormatError
+    from speculators.formats.draft_model_file import no_speculator
+    from speculators.formats.faults import error_of
     from speculators.models import family_config
 
     raw, headers = _described(speculator, revision, token)
     kind = raw.get("speculators_model_type")
     family = family_config(kind) if isinstance(kind, str) else None
+    if kind is None and (found := no_speculator(speculator)) is not None:
+        raise error_of([found], speculator)
     if family is None:
         hint = "run `speculators validate` on the directory for all that is wrong with it"
         raise FormatError(f"{speculator}: speculators_model_type is {kind!r}, which no family here has; {hint}")

@@ -5,6 +5,7 @@ No speculator is made of such a draft: its own configuration and weights are kep
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -14,7 +15,7 @@ from pydantic import Field, ValidationError
 from speculators.formats.checkpoint import read_json_object
 from speculators.formats.config import MAX_SPECULATIVE_TOKENS, VerifierConfig
 from speculators.formats.decoder import Strict
-from speculators.formats.faults import config_faults, error_of, fault
+from speculators.formats.faults import Fault, config_faults, error_of, fault
 
 DRAFT_MODEL_FILE = "speculative_config.json"
 
@@ -50,3 +51,14 @@ def read_draft_model_file(path: Path) -> DraftModelFile:
     except (ValueError, OSError) as error:
         raise error_of([fault("no-config", f"{path.name}: {error}")], path.parent) from None
     return DraftModelFile.from_json(data, path)
+
+
+def no_speculator(directory: str | os.PathLike[str]) -> Fault | None:
+    """The one fault of a language model with such a file where a speculator is expected; None for any other folder."""
+    if not (Path(directory) / DRAFT_MODEL_FILE).is_file():
+        return None
+    text = (
+        f"{DRAFT_MODEL_FILE} makes this a language model that drafts, and no speculator; expected a directory whose "
+        "config.json has speculators_model_type. `speculators generate`, `serve` and LLM take this one"
+    )
+    return fault("no-speculators-model-type", text)

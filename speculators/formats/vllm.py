@@ -21,6 +21,7 @@ from speculators.formats.checkpoint import (
     weight_files,
 )
 from speculators.formats.config import SpeculatorConfig, TensorSpec
+from speculators.formats.draft_model_file import no_speculator
 from speculators.formats.faults import Fault, FaultsError, fault, shown
 from speculators.formats.files import looks_like_path
 from speculators.formats.salvage import FamilyConfig, read_in_spite
@@ -74,6 +75,9 @@ def validate_directory(directory: str | os.PathLike[str], family_config: FamilyC
     except FaultsError as error:
         faults, raw, config = list(error.faults), {}, None
     else:
+        other = no_speculator(folder) if "speculators_model_type" not in raw else None
+        if other is not None:
+            return [other]
         faults, config = _check_config(raw, family_config)
         named = {item.slug for item in faults}
         faults += [item for item in traps(raw, config) if item.slug not in named]

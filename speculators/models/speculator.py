@@ -15,6 +15,7 @@ from speculators.errors import FormatError, SpeculatorsError, UsageError, Verifi
 from speculators.formats.card import write_card
 from speculators.formats.checkpoint import load_tensors, read_config, save_checkpoint
 from speculators.formats.config import SpeculatorConfig
+from speculators.formats.draft_model_file import no_speculator
 from speculators.formats.faults import error_of, fault
 from speculators.formats.hub import resolve
 from speculators.formats.publish import prepare, publish
@@ -67,7 +68,10 @@ class Speculator:
         """
         directory = resolve(path_or_repo, revision=revision, token=token)
         raw = read_config(directory)
-        family = family_of(raw.get("speculators_model_type"), directory)
+        kind = raw.get("speculators_model_type")
+        if kind is None and (found := no_speculator(directory)) is not None:
+            raise error_of([found], directory)
+        family = family_of(kind, directory)
         config = family.config.from_json(raw, directory)
         tensors = load_tensors(directory, config.expected_tensors())
         speculator = cls(config, family.model(config))

@@ -24,6 +24,7 @@ from tests.tiny_models import make_tokenizer
 
 WIDTH, VOCAB, INNER, HEADS, KEY_HEADS, SIZE, MASK = 32, 384, 48, 4, 2, 8, 300
 PROMPTS = ["The quick brown fox", "Name three cities near", "What is the sum of", "A function takes"]
+READERS = ("inspect", "validate")
 Change = Callable[[ForeignCheckpoint], None]
 
 
@@ -115,6 +116,20 @@ def test_the_directory_alone_serves_without_loss(directory: Path, tiny_verifier:
     assert answers(served) == answers(plain)
     assert served.stats is not None
     assert served.stats.num_drafts > 0
+
+
+def test_what_reads_speculators_says_what_this_is(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "Name three cities"}\n', encoding="utf-8")
+    for command in (["evaluate", str(directory), "--data", str(rows)], *([n, str(directory)] for n in READERS)):
+        with pytest.raises(SystemExit) as ended:
+            main(command)
+        assert ended.value.code == 1
+        told = "".join(capsys.readouterr())
+        assert "speculative_config.json makes this a language model that drafts, and no speculator" in told
+        assert told.count("F0") == 1
 
 
 def test_the_first_draft_of_a_copy_of_the_verifier_is_always_accepted(tiny_verifier: Path, tmp_path: Path) -> None:
