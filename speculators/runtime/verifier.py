@@ -129,8 +129,7 @@ class Verifier:
         try:
             config = AutoConfig.from_pretrained(name, **options)
             wanted = resolve_dtype(dtype, config, target)
-            model: Any
-            model, loading = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 name,
                 config=config,
                 dtype=wanted,
@@ -144,6 +143,7 @@ class Verifier:
                 f"verifier {name!r} cannot be read: {error}. Give a local folder with config.json, safetensors and a "
                 "tokenizer, or a hub id."
             ) from error
+        model, loading = loaded
         missing = sorted(loading["missing_keys"])
         if missing:
             raise VerifierError(
