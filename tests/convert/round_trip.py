@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from speculators.convert.check import Check, built_in_prompts, check
+from speculators.convert.check import MAX_NEW_TOKENS, Check, built_in_prompts, check
 from speculators.convert.export import export
 from speculators.convert.options import ConversionVerifier
 from speculators.convert.run import convert
@@ -55,7 +55,7 @@ def shifted(directory: Path, folder: Path, verifier: Verifier, prompts: Sequence
     return check(ours, prompts, verifier=verifier, max_new_tokens=tokens)
 
 
-def report(directory: Path, tokens: int = 32) -> dict[str, Any]:
+def report(directory: Path, tokens: int = MAX_NEW_TOKENS) -> dict[str, Any]:
     """Acceptance before and after every layout, and what a check says of the speculator and of a shifted copy."""
     verifier = Verifier.from_pretrained(Speculator.from_pretrained(directory).config.verifier.name_or_path)
     prompts = built_in_prompts()
@@ -82,7 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--speculator", type=Path, required=True)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=MAX_NEW_TOKENS)
     arguments = parser.parse_args()
     found = report(arguments.speculator, arguments.tokens)
     text = json.dumps(found, indent=1)
