@@ -9,7 +9,8 @@ from speculators.errors import FormatError
 from speculators.formats.checkpoint import DTYPE_NAMES
 from speculators.formats.config import Dtype
 
-_STORED: dict[Dtype, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+# By its name in a configuration, what a dtype is called in safetensors files.
+STORED_AS_DTYPE: dict[Dtype, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _WIDE = ("F64", *DTYPE_NAMES)
 
 
@@ -26,17 +27,17 @@ def settle_dtype(ledger: Ledger, asked: Dtype | None = None, exact: Collection[s
     floats = {name: tensor for name, tensor in planned.items() if tensor.dtype in _WIDE}
     found = {tensor.dtype for tensor in floats.values()}
     if not found:
-        raise FormatError(f"{ledger.source.directory} has no float tensor; expected {', '.join(_STORED)}")
+        raise FormatError(f"{ledger.source.directory} has no float tensor; expected {', '.join(STORED_AS_DTYPE)}")
     if "F64" in found and asked is None:
         raise FormatError(f"{ledger.source.directory} has float64 tensors, which no draft is stored in; give a dtype")
     # Neither half-precision format holds the numbers of the other.
     common = next(iter(found)) if len(found) == 1 else "F32"
-    target = common if asked is None else _STORED[asked]
+    target = common if asked is None else STORED_AS_DTYPE[asked]
     for name, tensor in floats.items():
         if tensor.dtype != target:
             ledger.planned[name] = tensor.stored_as(target)
     changed = sorted(DTYPE_NAMES.get(dtype, "float64") for dtype in found - {target})
-    settled = next(dtype for dtype, stored in _STORED.items() if stored == target)
+    settled = next(dtype for dtype, stored in STORED_AS_DTYPE.items() if stored == target)
     if changed:
         how = "without loss" if asked is None else "as asked for"
         ledger.note(f"tensors stored in {' and '.join(changed)} are written in {settled}, {how}")

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
+from speculators.convert.dtypes import STORED_AS_DTYPE
 from speculators.convert.options import ConversionVerifier
 from speculators.convert.plan import Ledger, PlannedTensor
 from speculators.convert.source import TORCH_OF_DTYPE
 from speculators.errors import FormatError
-from speculators.formats.checkpoint import DTYPE_NAMES
 from speculators.formats.config import SpeculatorConfig
 from speculators.formats.decoder import DecoderConfig
 from speculators.formats.faults import error_of, fault
 
-_STORED = {dtype: name for name, dtype in DTYPE_NAMES.items()}
+Config = TypeVar("Config", bound=SpeculatorConfig)
+# Of rope types, those that SafeAILab's own code builds.
+SAFEAILAB_ROPES = ("default", "linear", "llama3")
 _WINDOWS = ("layer_types", "sliding_window", "use_sliding_window")
 
 
@@ -31,6 +33,13 @@ def llama_keys(layer: DecoderConfig, dtype: str) -> dict[str, Any]:
         written = {key: value for key, value in written.items() if key not in _WINDOWS}
     scaling = None if rope == {"rope_type": "default"} else rope
     return written | {"rope_theta": theta, "rope_scaling": scaling, "torch_dtype": dtype}
+
+
+def of_family(config: SpeculatorConfig, kind: type[Config], layout: str, name: str) -> Config:
+    """The configuration as that of the one family that a layout is for, which messages call `name`; FormatError."""
+    if not isinstance(config, kind):
+        raise FormatError(f"{layout} is a layout of {name}; this is a {config.speculators_model_type} speculator")
+    return config
 
 
 def require_expressible(config: SpeculatorConfig, layout: str, refused: Mapping[str, bool]) -> None:
@@ -50,7 +59,7 @@ def add_verifiers(ledger: Ledger, config: SpeculatorConfig, *names: str) -> None
     if not missing:
         return
     name_or_path = config.verifier.name_or_path
-    weights, dtype = ConversionVerifier(name_or_path).weights, _STORED[config.dtype]
+    weights, dtype = ConversionVerifier(name_or_path).weights, STORED_AS_DTYPE[config.dtype]
     theirs = {"embed_tokens.weight": weights.embed_tokens, "lm_head.weight": weights.lm_head}
     for name in missing:
         shape, wanted = tuple(theirs[name].shape), config.expected_tensors()[name].shape

@@ -12,15 +12,11 @@ from speculators.errors import FormatError
 from speculators.formats.decoder import DecoderConfig
 from speculators.formats.faults import error_of, fault
 from speculators.models.choices import completed
-from speculators.models.eagle.config import EagleConfig
+from speculators.models.eagle.config import LAYER_KEYS, EagleConfig
 from speculators.models.family import VerifierShape
 
 DEFAULT_TOKENS = 3
 _NORMS = ("embed_layernorm", "post_embedding_layernorm")
-_LAYER_KEYS = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "vocab_size", "rms_norm_eps", "hidden_act", "max_position_embeddings", "rope_parameters", "initializer_range",
-)  # fmt: skip
 
 
 def plan(source: SourceCheckpoint, verifier: ConversionVerifier, options: ConvertOptions) -> CheckpointPlan:
@@ -31,7 +27,7 @@ def plan(source: SourceCheckpoint, verifier: ConversionVerifier, options: Conver
     layer = decoder_layer(source.config, shapes, first_layer="layers.0", verifier=shape, note=ledger.note)
     _require_eagle(layer, shape)
     fields = {
-        **{key: getattr(layer, key) for key in _LAYER_KEYS},
+        **{key: getattr(layer, key) for key in LAYER_KEYS},
         "bias": _fc_bias(ledger),
         "qkv_bias": layer.attention_bias,
         **{name: ledger.has(f"{name}.weight") for name in _NORMS},

@@ -188,11 +188,6 @@ class Ledger:
             self._used.append(name)
         return file
 
-    def drop_file(self, name: str, reason: str) -> None:
-        """Leave a file beside the weights out, and say why."""
-        del self._files[name]
-        self.dropped[name] = reason
-
     def withdraw(self, name: str, reason: str) -> None:
         """Leave out a tensor that was planned under its own name, if it was, and say why."""
         if self.planned.pop(name, None) is not None and name in self._used:

@@ -7,23 +7,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from speculators.convert.foreign_config import llama_keys, require_expressible
+from speculators.convert.foreign_config import llama_keys, of_family, require_expressible
+from speculators.convert.from_dflash import EMBEDDINGS, HEAD
 from speculators.convert.layer_ids import OUTPUT
 from speculators.convert.options import ConversionVerifier
 from speculators.convert.plan import CheckpointPlan, Ledger
 from speculators.convert.source import SourceCheckpoint
-from speculators.errors import FormatError
 from speculators.formats.config import SpeculatorConfig
 from speculators.models.dflash.config import BlockDraftConfig, DFlashConfig
 
 ZLAB, MODELOPT = "z-lab-dflash", "modelopt-dflash"
-EMBEDDINGS, HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 def plan(speculator: SourceCheckpoint, config: SpeculatorConfig, layout: str) -> CheckpointPlan:
     """Account for every tensor of a DFlash speculator; FormatError names what the layout cannot say."""
-    if not isinstance(config, DFlashConfig):
-        raise FormatError(f"{layout} is a layout of DFlash; this is a {config.speculators_model_type} speculator")
+    config = of_family(config, DFlashConfig, layout, "DFlash")
     ledger = Ledger(speculator)
     require_expressible(config, layout, _refused(config, ledger, layout))
     ledger.copy_all(ledger.left)

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from speculators.convert.foreign_config import add_verifiers, require_expressible
+from speculators.convert.foreign_config import add_verifiers, of_family, require_expressible
+from speculators.convert.from_dflash import EMBEDDINGS, HEAD
 from speculators.convert.from_dspark import UNPREFIXED
 from speculators.convert.plan import CheckpointPlan, Ledger
 from speculators.convert.source import SourceCheckpoint
-from speculators.convert.to_dflash import (
-    EMBEDDINGS,
-    HEAD,
-    block_settings,
-    flat_layer,
-    layers_of_verifier,
-    unsaid_by_layouts,
-)
-from speculators.errors import FormatError
+from speculators.convert.to_dflash import block_settings, flat_layer, layers_of_verifier, unsaid_by_layouts
 from speculators.formats.config import SpeculatorConfig
 from speculators.models.dspark.config import DSparkConfig
 
@@ -24,8 +17,7 @@ _PREFIXED = {name: short for short, name in UNPREFIXED.items()}
 
 def plan(speculator: SourceCheckpoint, config: SpeculatorConfig, layout: str) -> CheckpointPlan:
     """Account for every tensor of a DSpark speculator; FormatError names what the layout cannot say."""
-    if not isinstance(config, DSparkConfig):
-        raise FormatError(f"{layout} is a layout of DSpark; this is a {config.speculators_model_type} speculator")
+    config = of_family(config, DSparkConfig, layout, "DSpark")
     ledger = Ledger(speculator)
     require_expressible(config, layout, _refused(config, ledger, layout))
     written = {**flat_layer(config), **layers_of_verifier(config, ledger), "block_size": config.block_size}

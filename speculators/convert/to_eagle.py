@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from speculators.convert.foreign_config import add_verifiers, llama_keys, require_expressible
+from speculators.convert.foreign_config import (
+    SAFEAILAB_ROPES,
+    add_verifiers,
+    llama_keys,
+    of_family,
+    require_expressible,
+)
 from speculators.convert.plan import CheckpointPlan, Ledger
 from speculators.convert.source import SourceCheckpoint
-from speculators.errors import FormatError
 from speculators.formats.config import SpeculatorConfig
 from speculators.models.eagle.config import EagleConfig
 
 SAFEAILAB, VLLM = "safeailab-eagle", "vllm-eagle"
-# Of rope types, those that SafeAILab's own code builds.
-_SAFEAILAB_ROPES = ("default", "linear", "llama3")
 
 
 def plan(speculator: SourceCheckpoint, config: SpeculatorConfig, layout: str) -> CheckpointPlan:
     """Account for every tensor of an EAGLE speculator; FormatError names what the layout cannot say."""
-    if not isinstance(config, EagleConfig):
-        raise FormatError(f"{layout} is a layout of EAGLE-1; this is a {config.speculators_model_type} speculator")
+    config = of_family(config, EagleConfig, layout, "EAGLE-1")
     require_expressible(config, layout, _refused(config, layout))
     ledger = Ledger(speculator)
     if layout == SAFEAILAB:
@@ -37,8 +39,8 @@ def _refused(config: EagleConfig, layout: str) -> dict[str, bool]:
     }
     if layout == VLLM:
         return refused | {"vLLM leaves out the bias of fc (bias)": config.bias}
-    kinds = ", ".join(_SAFEAILAB_ROPES)
-    return refused | {f"its code builds rotations of type {kinds} only": rope["rope_type"] not in _SAFEAILAB_ROPES}
+    kinds = ", ".join(SAFEAILAB_ROPES)
+    return refused | {f"its code builds rotations of type {kinds} only": rope["rope_type"] not in SAFEAILAB_ROPES}
 
 
 def _config(config: EagleConfig) -> dict[str, Any]:

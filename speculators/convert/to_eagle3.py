@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from speculators.convert.foreign_config import add_verifiers, llama_keys, require_expressible
+from speculators.convert.foreign_config import (
+    SAFEAILAB_ROPES,
+    add_verifiers,
+    llama_keys,
+    of_family,
+    require_expressible,
+)
 from speculators.convert.layer_ids import OUTPUT
 from speculators.convert.options import ConversionVerifier
 from speculators.convert.plan import CheckpointPlan, Ledger
@@ -16,14 +22,11 @@ from speculators.models.eagle3.config import Eagle3Config
 
 SAFEAILAB, SPECFORGE, MODELOPT = "safeailab-eagle3", "sglang", "modelopt-eagle3"
 _ARCHITECTURE = {SAFEAILAB: "LlamaForCausalLM", SPECFORGE: "LlamaForCausalLMEagle3", MODELOPT: "LlamaForCausalLMEagle3"}
-# Of rope types, those that SafeAILab's own code builds.
-_SAFEAILAB_ROPES = ("default", "linear", "llama3")
 
 
 def plan(speculator: SourceCheckpoint, config: SpeculatorConfig, layout: str) -> CheckpointPlan:
     """Account for every tensor of an EAGLE-3 speculator; FormatError names what the layout cannot say."""
-    if not isinstance(config, Eagle3Config):
-        raise FormatError(f"{layout} is a layout of EAGLE-3; this is a {config.speculators_model_type} speculator")
+    config = of_family(config, Eagle3Config, layout, "EAGLE-3")
     require_expressible(config, layout, _refused(config, layout))
     ledger = Ledger(speculator)
     add_verifiers(ledger, config, "lm_head.weight")
@@ -72,7 +75,7 @@ def _refused(config: Eagle3Config, layout: str) -> dict[str, bool]:
     return refused | {
         "it has no norm a feature (fc_norm)": config.fc_norm,
         "its next step takes the state before the norm (norm_output)": config.norm_output,
-        f"its code builds rotations of type {', '.join(_SAFEAILAB_ROPES)} only": rope not in _SAFEAILAB_ROPES,
+        f"its code builds rotations of type {', '.join(SAFEAILAB_ROPES)} only": rope not in SAFEAILAB_ROPES,
     }
 
 

@@ -60,11 +60,12 @@ def plan(speculator: SourceCheckpoint, config: SpeculatorConfig, layout: str) ->
 
 def _drop_shared(ledger: Ledger, verifier: Path) -> None:
     """Leave out embeddings and head, having seen that they are the verifier's."""
-    for name, what in _SHARED.items():
-        if not ledger.has(name):
-            continue
-        theirs = getattr(load_verifier_weights(verifier), what)
-        if not torch.equal(ledger.stored(name).read(), theirs):
+    shared = {name: what for name, what in _SHARED.items() if ledger.has(name)}
+    if not shared:
+        return
+    weights = load_verifier_weights(verifier)
+    for name, what in shared.items():
+        if not torch.equal(ledger.stored(name).read(), getattr(weights, what)):
             text = f"{name} is another than the {what} of {verifier}, which stays as it is"
             raise error_of([fault("unknown-tensor", text)], ledger.source.directory)
         ledger.drop(name, f"the same as the verifier's {what}, which stays as it is")

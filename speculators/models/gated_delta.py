@@ -58,11 +58,6 @@ class GatedDelta(RecurrentLayer[DeltaTokens]):
         self._one_by_one = own.torch_recurrent_gated_delta_rule
 
     @property
-    def context(self) -> int:
-        """Tokens before one that the convolution sees."""
-        return int(self.module.conv_kernel_size) - 1
-
-    @property
     def state_shape(self) -> tuple[int, int, int]:
         """Shape of a row's state."""
         return self.module.num_v_heads, self.module.head_k_dim, self.module.head_v_dim

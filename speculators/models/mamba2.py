@@ -53,11 +53,6 @@ class Mamba2(RecurrentLayer[SpaceTokens]):
         self._chunked = sys.modules[type(module).__module__].mamba2_chunk_scan
 
     @property
-    def context(self) -> int:
-        """Tokens before one that the convolution sees."""
-        return int(self.module.conv_kernel_size) - 1
-
-    @property
     def state_shape(self) -> tuple[int, int, int]:
         """Shape of a row's state."""
         return self.module.num_heads, self.module.head_dim, self.module.ssm_state_size

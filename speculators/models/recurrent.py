@@ -45,9 +45,9 @@ class SlotLayer(ABC):
         self.module: Any = module
 
     @property
-    @abstractmethod
     def context(self) -> int:
         """Tokens before one that the layer's convolution sees."""
+        return int(self.module.conv_kernel_size) - 1
 
     @abstractmethod
     def over_slots(self, hidden_BTH: Tensor, slots: SlotKeyValues) -> Tensor:
@@ -56,6 +56,17 @@ class SlotLayer(ABC):
     @abstractmethod
     def over_branches(self, hidden_1TH: Tensor, branches: Branches) -> Tensor:
         """Whole sequences in one row: what all begin with is read once, and each goes on from there."""
+
+    def branch_inputs(self, inputs_1TC: Tensor, branches: Branches) -> tuple[Tensor | None, list[Tensor], Tensor]:
+        """Inputs of what all sequences begin with (None: nothing) and of the rest of each; and those of the filling.
+
+        Each is behind the `context` inputs before it, which are zeros at the beginning.
+        """
+        before = inputs_1TC.new_zeros(1, self.context, inputs_1TC.shape[2])
+        shared, *rest, filling = inputs_1TC.split([branches.shared, *branches.lengths, branches.filling], 1)
+        joined = torch.cat([before, shared], 1)
+        before = joined[:, joined.shape[1] - self.context :]
+        return joined if branches.shared else None, [torch.cat([before, one], 1) for one in rest], filling
 
     def take_over(self) -> None:
         """Run in the place of the module's own forward where there is a slot cache or a row of branches."""
@@ -119,15 +130,12 @@ class RecurrentLayer(SlotLayer, Generic[Tokens]):
     def over_branches(self, hidden_1TH: Tensor, branches: Branches) -> Tensor:
         """Whole sequences in one row: what all begin with is read once, and each goes on from there."""
         inputs_1TC, gate = self.project(hidden_1TH)
-        before = inputs_1TC.new_zeros(1, self.context, inputs_1TC.shape[2])
+        shared, rest, filling = self.branch_inputs(inputs_1TC, branches)
         state = hidden_1TH.new_zeros((1, *self.state_shape), dtype=torch.float32)
-        shared, *rest, filling = inputs_1TC.split([branches.shared, *branches.lengths, branches.filling], 1)
         outputs = []
-        if branches.shared:
-            joined = torch.cat([before, shared], 1)
-            out, state = self.recur(self.convolve(joined), state)
-            before = joined[:, joined.shape[1] - self.context :]
+        if shared is not None:
+            out, state = self.recur(self.convolve(shared), state)
             outputs.append(out)
-        outputs += [self.recur(self.convolve(torch.cat([before, one], 1)), state)[0] for one in rest]
+        outputs += [self.recur(self.convolve(one), state)[0] for one in rest]
         outputs.append(outputs[0].new_zeros(1, filling.shape[1], *outputs[0].shape[2:]))
         return self.finish(torch.cat(outputs, 1), gate)

@@ -18,11 +18,6 @@ from speculators.models.recurrent import SlotLayer
 class ShortConvolution(SlotLayer):
     """The gated convolution of LFM2."""
 
-    @property
-    def context(self) -> int:
-        """Tokens before one that the convolution sees."""
-        return int(self.module.conv_kernel_size) - 1
-
     def over_slots(self, hidden_BTH: Tensor, slots: SlotKeyValues) -> Tensor:
         """One write, [B, T, H] -> [B, T, H]."""
         layer, plan, states = self.module.layer_idx, slots.state_plan, slots.running
@@ -34,14 +29,8 @@ class ShortConvolution(SlotLayer):
     def over_branches(self, hidden_1TH: Tensor, branches: Branches) -> Tensor:
         """Whole sequences in one row."""
         inputs_1TH, gate_1TH = self._project(hidden_1TH)
-        before = inputs_1TH.new_zeros(1, self.context, inputs_1TH.shape[2])
-        shared, *rest, filling = inputs_1TH.split([branches.shared, *branches.lengths, branches.filling], 1)
-        outputs = []
-        if branches.shared:
-            joined = torch.cat([before, shared], 1)
-            before = joined[:, joined.shape[1] - self.context :]
-            outputs.append(self._convolve(joined))
-        outputs += [self._convolve(torch.cat([before, one], 1)) for one in rest]
+        shared, rest, filling = self.branch_inputs(inputs_1TH, branches)
+        outputs = [self._convolve(one) for one in (rest if shared is None else [shared, *rest])]
         return self._finish(torch.cat([*outputs, torch.zeros_like(filling)], 1), gate_1TH)
 
     def _project(self, hidden_BTH: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from speculators.formats.decoder import DecoderConfig, Size, Vocabulary
 from speculators.formats.faults import config_faults, shown
 
 # Keys that describe the decoder layers, as Hugging Face's Llama names them.
-_LAYER_KEYS = {
+LAYER_KEYS = {
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "vocab_size", "rms_norm_eps", "hidden_act", "max_position_embeddings", "rope_parameters", "initializer_range",
 }  # fmt: skip
@@ -60,7 +60,7 @@ class EagleConfig(SpeculatorConfig):
 
     def decoder(self) -> DecoderConfig:
         """Return the layers as other families describe theirs; layer 0 has no input norm besides."""
-        layers = self.model_dump(include=_LAYER_KEYS)
+        layers = self.model_dump(include=LAYER_KEYS)
         return DecoderConfig.model_validate({"model_type": "llama", "attention_bias": self.qkv_bias, **layers})
 
     @property
